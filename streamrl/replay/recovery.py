@@ -58,9 +58,11 @@ def recover(folder: Path) -> Recovery:
     for index, (number, path) in enumerate(found[base:], base):
         if cut := _follow(folder, number, path, recovery):
             recovery.repairs.append(f"{folder}: {cut}; it is cut")
-            if begins := cut.place.offset > len(MAGIC):
-                _cut(path, cut)
+            begins = cut.place.offset > len(MAGIC)
+            # First: behind a segment that is cut already they would seem to continue it.
             _set_aside([path for _, path in found[index + begins :]], recovery)
+            if begins:
+                _cut(path, cut)
             break
     return recovery
 

@@ -104,15 +104,22 @@ def scan(number: int, path: Path) -> Iterator[Entry | Unreadable]:
     """The records of a segment in order, without their frames; at last an `Unreadable` where it does not end whole."""
     with path.open("rb") as file:
         end = path.stat().st_size
-        if (magic := file.read(len(MAGIC))) != MAGIC:
-            yield Unreadable(Place(number, 0), end, "it does not begin as a segment", torn=MAGIC.startswith(magic))
-            return
-        while (offset := file.tell()) < end:
-            entry = _checked(_read_entry(file, Place(number, offset), end), end)
-            yield entry
-            if isinstance(entry, Unreadable):
+        place = Place(number, 0)
+        try:
+            if (magic := file.read(len(MAGIC))) != MAGIC:
+                yield Unreadable(place, end, "it does not begin as a segment", torn=MAGIC.startswith(magic))
                 return
-            file.seek(entry.end)
+            while (offset := file.tell()) < end:
+                place = Place(number, offset)
+                entry = _checked(_read_entry(file, place, end), end)
+                yield entry
+                if isinstance(entry, Unreadable):
+                    return
+                file.seek(entry.end)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            yield Unreadable(place, end - place.offset, f"it cannot be read: {error.strerror}", torn=False)
 
 
 def opening(number: int, path: Path) -> Opening | None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.config.replay import JournalConfig
+from streamrl.replay import recovery as recovery_module
+from streamrl.replay import segments as replay_segments
 from streamrl.replay.journal import Journal, recover
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Saved
 from streamrl.replay.recovery import SET_ASIDE, Recovery
-from streamrl.replay.segments import MAGIC, JournalDamaged, Unreadable, load_frames, scan, segment_path, segments
+from streamrl.replay.segments import MAGIC, Entry, JournalDamaged, Unreadable, load_frames, scan, segment_path, segments
 from tests.operations_table import GOES_ON, documented
 
 CONFIG = JournalConfig.model_validate({})
@@ -180,6 +185,46 @@ def test_what_continues_a_history_that_is_cut_is_set_aside(tmp_path: Path) -> No
     assert [number for number, _ in segments(tmp_path)] == [0]
     assert segment_path(tmp_path, 1).with_name("000001.journal" + SET_ASIDE).exists()
     assert "does not continue what could be read" in recovery.repairs[-1]
+
+
+@pytest.mark.parametrize("last", ["_set_aside", "_cut"])
+def test_a_recovery_that_is_killed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    first = write(tmp_path, b"one", consumed(0, 0), consumed(1, 1))
+    second = write(tmp_path, b"two", consumed(2, 2))
+    flip(segment_path(tmp_path, 0), first[1] + 30)
+    flip(segment_path(tmp_path, 1), second[0] - 1)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recovery_module, last, killed)
+        with pytest.raises(KeyboardInterrupt):
+            recover(tmp_path)
+    assert plain(recover(tmp_path)) == [consumed(0, 0)]
+    assert [number for number, _ in segments(tmp_path)] == [0]
+
+
+def test_what_the_disk_cannot_give_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = write(tmp_path, b"one", consumed(0, 0), consumed(1, 1))
+    read, bad = replay_segments._read_entry, sizes[1]
+
+    def unreadable(file: BinaryIO, place: Place, end: int) -> Entry | Unreadable:
+        if place.offset == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, place, end)
+
+    monkeypatch.setattr(replay_segments, "_read_entry", unreadable)
+    recovery = recover(tmp_path)
+    assert (recovery.snapshot, plain(recovery)) == (b"one", [consumed(0, 0)])
+    (told,) = recovery.repairs
+    assert f"damage of {sizes[2] - bad} bytes at byte {bad}: it cannot be read" in told
+    documented("... bytes at byte ...: it cannot be read: Input/output error; it is cut", told, GOES_ON)
+    assert recover(tmp_path).repairs == []
+    write(tmp_path, b"two", consumed(1, 2))
+    bad = len(MAGIC)  # the openings
+    assert recover(tmp_path).records == []
+    assert segments(tmp_path) == []
 
 
 def test_damage_in_a_segment_before_the_newest_snapshot_does_not_matter_for_recovery(tmp_path: Path) -> None:
