@@ -21,7 +21,7 @@ import zmq.asyncio
 from streamrl.config.replay import StreamConfig
 from streamrl.stream.door import Door, listening_context
 from streamrl.stream.keys import ServiceKeys, client_keys, needs_curve
-from streamrl.stream.messages import Buffer
+from streamrl.stream.messages import Buffer, MalformedMessage, parse
 from streamrl.stream.sockets import SERVICE_UNREAD, configure, read_frames, wait_for_frame
 
 PIECE = 4 << 20  # bytes; large enough that the question before it costs nothing
@@ -102,8 +102,8 @@ class ParcelServer:
             peer = identity.bytes
             frames, _ = read_frames(self._socket, self._door, 1)
             try:
-                ask = _ASK.decode(frames[0].buffer)
-            except msgspec.DecodeError:
+                ask: Ask = parse(_ASK, frames[0].buffer, "ask")
+            except MalformedMessage:
                 continue  # not one of ours
             last = ask.order == order and not ask.name
             done |= last

@@ -98,7 +98,8 @@ def test_words_of_strangers_are_passed_over(server):
     async def ask(client: ParcelClient) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.connect(server.address)
-            for word in (b"", b"\xc1", b"\x93\x01\xa1a\xff", b"hello"):
+            deep = b"\x94\x01\xa1a\x00" + b"\x91" * 4000
+            for word in (b"", b"\xc1", b"\x93\x01\xa1a\xff", b"\x92\x01\xa1\xff", deep, b"hello"):
                 stranger.send(word)
         assert (await client.fetch(ORDER, "a")).tobytes() == b"1"
 
