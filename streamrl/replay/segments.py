@@ -138,10 +138,8 @@ def load_frames(folder: Path, place: Place, group: tuple[int, int] | None = None
     try:
         with path.open("rb") as file:
             end = path.stat().st_size
-            file.seek(len(MAGIC))
-            first = _checked(_read_entry(file, Place(place.segment, len(MAGIC)), end), end)
-            if isinstance(first, Unreadable) and first.misnamed:
-                raise JournalDamaged(f"{path}: {first.reason}")
+            if reason := _misnamed(file, place.segment, end):
+                raise JournalDamaged(f"{path}: {reason}")
             file.seek(place.offset)
             entry = _read_entry(file, place, end)
             if isinstance(entry, Unreadable):
@@ -165,6 +163,18 @@ def _checked(entry: Entry | Unreadable, end: int) -> Entry | Unreadable:
             reason = f"it is segment {number:06d} under another name"
             return Unreadable(entry.place, end - entry.place.offset, reason, torn=False, misnamed=True)
     return entry
+
+
+def _misnamed(file: BinaryIO, number: int, end: int) -> str | None:
+    """Why all of a segment is another one; None where its opening does not say so, or cannot be read."""
+    file.seek(len(MAGIC))
+    try:
+        first = _checked(_read_entry(file, Place(number, len(MAGIC)), end), end)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return None
+    return first.reason if isinstance(first, Unreadable) and first.misnamed else None
 
 
 def _group_of(record: AnyRecord | Opening) -> tuple[int, int] | None:

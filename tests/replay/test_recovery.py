@@ -221,8 +221,9 @@ def test_what_the_disk_cannot_give_is_damage(tmp_path: Path, monkeypatch: pytest
     assert f"damage of {sizes[2] - bad} bytes at byte {bad}: it cannot be read" in told
     documented("... bytes at byte ...: it cannot be read: Input/output error; it is cut", told, GOES_ON)
     assert recover(tmp_path).repairs == []
-    write(tmp_path, b"two", consumed(1, 2))
+    sizes = write(tmp_path, b"two", completed(2))
     bad = len(MAGIC)  # the openings
+    assert load_frames(tmp_path, Place(segment=1, offset=sizes[0]), (2, 0)) == FRAMES
     assert recover(tmp_path).records == []
     assert segments(tmp_path) == []
 
