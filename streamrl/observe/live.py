@@ -162,7 +162,7 @@ class Live:
     def _feed(self, record: dict[str, Any]) -> None:
         self._taken += 1
         self.heard = monotonic()
-        self.clock.heard(record["time"])
+        self.clock.heard(record["time"], record["role"], begins=record["event"] == "process.start")
         self.timeline.feed(record)
         if record["event"] == "sink":
             self.places[record["name"]] = record["where"]

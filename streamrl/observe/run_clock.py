@@ -19,14 +19,15 @@ from streamrl.observe.events import now
 class RunClock:
     """Usage:
     clock = RunClock.of(run_folder)
-    clock.heard(record["time"])
+    clock.heard(record["time"], record["role"])
     clock.now()  # seconds since the epoch, as the run's hosts count them
     """
 
     def __init__(self, *, is_ours: bool, clock: Callable[[], float] = now) -> None:
         """`is_ours`: the run is written on this host, so that its present is known before any record is read."""
         self._clock = clock
-        self._ahead = 0.0 if is_ours else -math.inf  # seconds that the run's clock is ahead of ours, at least
+        self._least = 0.0 if is_ours else -math.inf
+        self._ahead: dict[str, float] = {}  # of each role: seconds that its clock is ahead of ours, at least
 
     @classmethod
     def of(cls, run_folder: Path) -> RunClock:
@@ -35,10 +36,15 @@ class RunClock:
         host = json.loads(environment.read_text()).get("host") if environment.is_file() else None
         return cls(is_ours=host in (None, socket.gethostname()))
 
-    def heard(self, time: float) -> None:
-        """Something was recorded at `time`, and is read now."""
-        self._ahead = max(self._ahead, time - self._clock())
+    def heard(self, time: float, role: str = "", *, begins: bool = False) -> None:
+        """A role recorded something at `time`, which is read now; `begins`: it is the first record of a new process.
+
+        That has the machine's clock of its start, which may have been set back since the process before.
+        """
+        former = -math.inf if begins else self._ahead.get(role, -math.inf)
+        self._ahead[role] = max(former, time - self._clock())
 
     def now(self) -> float:
         """Seconds since the epoch; of another host's run by our clock, until a record of it is read."""
-        return self._clock() + (self._ahead if math.isfinite(self._ahead) else 0.0)
+        ahead = max((self._least, *self._ahead.values()))
+        return self._clock() + (ahead if math.isfinite(ahead) else 0.0)

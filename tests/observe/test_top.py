@@ -155,6 +155,19 @@ def test_the_clock_of_a_run_here_is_ours_and_of_another_host_what_it_writes():
     assert (ours.now(), theirs.now()) == (1000.0, 500.0)
 
 
+def test_the_clock_of_a_run_is_set_back_with_the_processes_that_are_started_again():
+    ours, theirs = (RunClock(is_ours=each, clock=lambda: 1000.0) for each in (True, False))
+    for clock in (ours, theirs):
+        for role in ("learner-0", "replay-0"):
+            clock.heard(5000.0, role)
+            assert clock.now() == 5000.0
+        clock.heard(800.0, "learner-0", begins=True)
+        assert clock.now() == 5000.0, "one of them goes on with the former clock"
+        clock.heard(800.0, "replay-0", begins=True)
+        clock.heard(900.0, "replay-0")
+    assert (ours.now(), theirs.now()) == (1000.0, 900.0)
+
+
 def test_an_endpoint_is_shown_without_the_folder(tmp_path, capsys):
     run = finished(tmp_path)
     run.row(3, 19.5, **{"reward/mean": 0.75, "offpolicy/ess/s0": 1.0, "eval/copy/greedy": 0.5, "loss/total": 0.125})
