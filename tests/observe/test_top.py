@@ -168,6 +168,20 @@ def test_the_clock_of_a_run_is_set_back_with_the_processes_that_are_started_agai
     assert (ours.now(), theirs.now()) == (1000.0, 900.0)
 
 
+def test_a_run_that_was_resumed_behind_a_clock_that_was_set_back_is_shown_at_its_present(tmp_path):
+    present = now()
+    former, resumed = Recorded(tmp_path), Recorded(tmp_path / "resumed")
+    former.life("learner-0", present + 3600, present + 3601, present + 3700)
+    resumed.life("learner-0", present - 40, present - 39, None)
+    records = [run.write().joinpath("events", "learner-0.jsonl").read_text() for run in (former, resumed)]
+    tmp_path.joinpath("events", "learner-0.jsonl").write_text("".join(records))
+    live = Live(tmp_path)
+    live.read()
+    glance = live.glance()
+    assert glance.end == pytest.approx(present, abs=5)
+    assert sum(glance.doing["learner-0"].values()) == pytest.approx(30, abs=5)
+
+
 def test_an_endpoint_is_shown_without_the_folder(tmp_path, capsys):
     run = finished(tmp_path)
     run.row(3, 19.5, **{"reward/mean": 0.75, "offpolicy/ess/s0": 1.0, "eval/copy/greedy": 0.5, "loss/total": 0.125})
