@@ -199,6 +199,7 @@ class Core:
         self._learner.send_batch(now)
         self._generators.send_order()
         self._publisher.send_roster()
+        run.repeat_stop()
 
     def _finish(self, now: float) -> None:
         """The run ends when every server has the last version, and it is evaluated, or at the deadlines of both."""

@@ -42,6 +42,8 @@ class RunParts:
         self.sharing = DeviceSharing() if config.run.shares_devices else None
         self.phases = Phases(config.publish.timeout, config.evaluate.longest, config.run.stop_timeout)
         self._send = send
+        self._stop: Stop | None = None  # that was sent to every peer
+        self._unstopped: list[bytes] = []  # those that it could not be sent to
 
     def send(self, identity: bytes, message: Message, frames: Sequence[Buffer] = ()) -> bool:
         """False: the peer is gone or does not read."""
@@ -80,7 +82,12 @@ class RunParts:
         code, failed = self.phases.code, self.phases.has_failed
         log.log(logging.ERROR if failed else logging.INFO, "stop: %s", reason)
         self.events.emit("replay.stop", reason=reason, code=code)
-        peers = [worker.identity for worker in self.workers.known]
-        for identity in (*peers, self.peers.learner, self.peers.publisher):
-            if identity is not None:
-                self.send(identity, Stop(reason=reason[:MAX_REASON], failed=failed))
+        peers = (*(worker.identity for worker in self.workers.known), self.peers.learner, self.peers.publisher)
+        self._stop = Stop(reason=reason[:MAX_REASON], failed=failed)
+        self._unstopped = [identity for identity in peers if identity is not None]
+        self.repeat_stop()
+
+    def repeat_stop(self) -> None:
+        """To those that could not be reached: their connections may come back."""
+        if (stop := self._stop) is not None:
+            self._unstopped = [identity for identity in self._unstopped if not self.send(identity, stop)]

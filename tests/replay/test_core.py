@@ -141,6 +141,26 @@ def test_a_learner_that_exits_ends_the_run_in_good_order(driven: Driven) -> None
     assert (driven.core.code, len(driven.events_of("learner.exited"))) == (0, 1)
 
 
+def test_the_end_of_a_run_reaches_a_peer_whose_connection_comes_back(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = driven.core._run._send
+
+    def broken(peer: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
+        return peer != WORKER and sent(peer, message, frames)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driven.core._run, "_send", broken)
+        driven.send(LEARNER, Exited(version=V0, reason="run.exit_interval"))
+        driven.tick(1.0)
+    assert not any(isinstance(message, Stop) for message in driven.got(WORKER))
+    for _ in range(3):
+        driven.tick(0.1)
+    for peer in (WORKER, LEARNER):
+        stops = [message for message in driven.got(peer) if isinstance(message, Stop)]
+        assert stops == [Stop(reason="run.exit_interval")]
+
+
 def test_a_role_that_gives_up_ends_the_run_at_once(driven: Driven) -> None:
     driven.send(WORKER, GaveUp(reason="no device"))
     assert driven.got(LEARNER)[-1] == Stop(reason="no device", failed=True)
