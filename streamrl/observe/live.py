@@ -36,7 +36,8 @@ _ORDINARY = frozenset(
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
         "learner.taken_off",
         "learner.export", "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
-        "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
+        "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "devices", "evaluate", "evaluated",
+        "mismatch", "mismatch.measured", "reward_model.batch", "journal.compacted", "groups.forgotten",
         "learner.finished", "learner.stopped", "learner.evaluate", "learner.peak", "publish.complete", "replay.end",
         "sink",
     }
@@ -166,7 +167,7 @@ class Live:
         self.timeline.feed(record)
         if record["event"] == "sink":
             self.places[record["name"]] = record["where"]
-        if record["event"] not in _ORDINARY or "error" in record:
+        if record["event"] not in _ORDINARY or not record.keys().isdisjoint(("error", "failed")):
             self.notes.append(record)
         if record["role"].startswith("learner"):  # what a run of `streamrl sft` says, which has no service
             if record["event"] in ("learner.finished", "learner.stopped"):

@@ -53,7 +53,7 @@ KINDS = {
     ),
     "publisher": Kind(spans={"publish": "send", "publish.keep": "keep"}, order=("send", "keep"), rest="idle"),
     "generator": Kind(
-        spans={"group": "generate", "publish.apply": "pause", "evaluation": "evaluate"},
+        spans={"group": "generate", "publish.apply": "pause", "evaluate": "evaluate"},
         order=("pause", "generate", "evaluate"),
         rest="wait",
     ),

@@ -98,6 +98,23 @@ def test_events_of_note_are_those_that_not_every_run_has(tmp_path):
     assert [record["event"] for record in live.notes] == ["worker.silent"]
 
 
+def test_what_a_run_does_again_and_again_is_not_of_note(tmp_path):
+    run = small_run(tmp_path)
+    run.span("generator-0", "evaluate", 3, 9, server="server-0", version="0.0")
+    run.span("generator-0", "mismatch", 14, 15, server="server-0", version="1.0")
+    run.span("reward-model-0", "reward_model.batch", 9, 10)
+    for event in ("mismatch.measured", "evaluated", "devices", "groups.forgotten", "journal.compacted"):
+        run.point("replay-0", 16, event)
+    run.point("generator-0", 17, "evaluate", phase="end", failed="refused")
+    run.write()
+    live = Live(tmp_path)
+    live.read(20)
+    assert {record["event"]: record.get("failed") for record in live.notes} == {
+        "worker.silent": None,
+        "evaluate": "refused",
+    }
+
+
 def test_nothing_is_known_of_a_folder_without_events(tmp_path):
     live = Live(tmp_path)
     live.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from run_parts import Recorded, small_run
 
 from streamrl.observe.intervals import clip, subtract, total, union
-from streamrl.observe.timeline import Phase, Timeline, Track, slices
+from streamrl.observe.timeline import KINDS, Phase, Timeline, Track, slices
 
 INSTANTS = st.integers(0, 12)
 INTERVALS = st.lists(st.tuples(INSTANTS, INSTANTS), max_size=8)
@@ -116,6 +117,21 @@ def test_a_worker_is_paused_only_where_all_its_servers_are(tmp_path):
     assert names(track.phases(5, 20)) == [("generate", 5, 12), ("pause", 12, 14), ("generate", 14, 20)]
 
 
+def test_a_worker_without_groups_that_evaluates_does_that(tmp_path):
+    run = Recorded(tmp_path)
+    run.life("generator-0", 0, 0, 10)
+    run.span("generator-0", "group", 0, 4, group_id=1, attempt=0)
+    run.span("generator-0", "evaluate", 2, 8, server="server-0", version="1.0")
+    track = Timeline.read(run.write()).tracks["generator-0"]
+    assert names(track.phases(0, 10)) == [("generate", 0, 4), ("evaluate", 4, 8), ("wait", 8, 10)]
+
+
+def test_every_span_that_makes_a_phase_is_one_that_some_role_writes():
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "streamrl").rglob("*.py"))
+    written = set(re.findall(r'\.span\(\s*"([\w.]+)"', sources))
+    assert {span for kind in KINDS.values() for span in kind.spans} <= written
+
+
 def test_every_second_has_what_each_role_did_for_most_of_it(tmp_path):
     timeline = Timeline.read(small_run(tmp_path).folder)
     rows = dict(timeline.seconds(0, 20))
@@ -126,7 +142,7 @@ def test_every_second_has_what_each_role_did_for_most_of_it(tmp_path):
 
 SPANS = st.lists(
     st.tuples(
-        st.sampled_from(["group", "publish.apply", "evaluation", "ready", "process.start", "process.end"]),
+        st.sampled_from(["group", "publish.apply", "evaluate", "ready", "process.start", "process.end"]),
         st.integers(1, 99),
         st.integers(0, 20),
     ),
