@@ -1,7 +1,7 @@
 """What a configuration may say and hardly means: it runs, and a line says what will not come of it.
 
 What cannot run is refused where the keys are (`Section`s of this package); what depends on the model, the data or the
-machine is looked at in `preflight.py`.
+machine is looked at in `preflight/`.
 """
 
 from __future__ import annotations

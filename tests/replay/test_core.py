@@ -39,6 +39,7 @@ from streamrl.stream.messages import (
 )
 from streamrl.stream.sockets import Received
 from streamrl.types import PolicyVersion
+from tests.operations_table import documented
 
 PARTS = ("core", "phases", "run_parts", "generator_side", "learner_side", "publisher_side", "peer_time", "workers")
 
@@ -188,6 +189,20 @@ def test_a_run_without_a_step_is_given_up_after_progress_timeout(driven: Driven)
         driven.tick(1.0)
     assert driven.core.code == 1
     assert "no learner step in run.progress_timeout=" in driven.events_of("gave_up")[0]["reason"]
+
+
+def test_a_run_on_a_full_disk_waits_and_is_given_up_after_progress_timeout(driven: Driven) -> None:
+    driven.durable.full = True
+    for _ in range(4000):
+        if driven.core.is_over():
+            break
+        driven.send(WORKER, Heartbeat(busy=0.0, tickets=()))
+        driven.tick(1.0)
+    documented(
+        "no learner step in run.progress_timeout=... s: the disk of the run folder is full",
+        driven.events_of("gave_up")[0]["reason"],
+        driven.core.code,
+    )
 
 
 def test_what_was_lost_is_asked_for(driven: Driven) -> None:

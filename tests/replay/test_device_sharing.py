@@ -29,6 +29,7 @@ from streamrl.stream.messages import (
     Wake,
 )
 from streamrl.types import PolicyVersion
+from tests.operations_table import documented
 
 OTHER = b"w2:1"
 
@@ -201,7 +202,11 @@ def test_a_run_whose_servers_do_not_fall_asleep_says_so(shared: Driven, make_gro
             break
         join(shared, WORKER, "w", SERVER)
         shared.tick(1.0)
-    assert "the servers of 1 generator workers do not fall asleep" in shared.events_of("gave_up")[0]["reason"]
+    documented(
+        "no learner step in run.progress_timeout=... s: the servers of ... generator workers do not fall asleep",
+        shared.events_of("gave_up")[0]["reason"],
+        shared.core.code,
+    )
 
 
 def test_a_learner_that_begins_again_in_the_handover_gets_what_it_lacks_from_servers_that_wake(
