@@ -305,6 +305,7 @@ def test_an_exit_that_was_asked_for_ends_with_0_and_says_how_to_go_on(supervise,
     assert starts(folder, "learner-0") == 1
     code, _ = supervise(replay=[WAITS], learner=[{"end": "done", "steps": 2}])
     assert code == 1, "nobody asked the next start to end there"
+    documented("ended at step ... of ...; last lines of ...", capsys.readouterr().err, code)
 
 
 def test_ctrl_c_is_answered_while_hundreds_of_roles_are_being_started(supervise, monkeypatch, capsys):
@@ -341,6 +342,23 @@ def test_a_learner_that_no_service_can_tell_is_told_to_save_and_end(rows, superv
     code, folder = supervise(rows=rows, stop_timeout=600, replay=replay, learner=[WAITS])
     documented("interrupted; this resumes the run: ...", capsys.readouterr().err, code)
     assert (folder / "learner-0.lives").read_text() == "1"
+
+
+def test_a_learner_that_has_not_saved_in_its_time_is_killed_and_the_line_says_that_nothing_was(
+    supervise, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("streamrl.supervisor.KILL_GRACE", 0.5)
+
+    def interrupted() -> None:
+        deadline = time.monotonic() + 60
+        while not _is_ready(tmp_path / Config().run.name, "learner-0"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupted, daemon=True).start()
+    code, _ = supervise(stop_timeout=1, learner=[WAITS | {"deaf": True}])
+    documented("interrupted before a checkpoint was saved; last lines of ...", capsys.readouterr().err, code)
 
 
 def _is_ready(folder: Path, role: str) -> bool:
