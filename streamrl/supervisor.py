@@ -2,7 +2,7 @@
 
     replay service ──ready──▶ reward models + generator workers + learner ranks ──▶ console until the learner is done
 
-Every role runs in a session of its own, writes RUN/logs/ROLE.log, and watches the supervisor's process:
+Every role runs in a session of its own, writes RUN/logs/ROLE-N.log, and watches the supervisor's process:
 whatever ends the supervisor, kill -9 included, ends them. A stop begins at the replay service, which tells
 everyone; the learner then saves a checkpoint. A role that has not ended `run.stop_timeout` later is killed; one
 that was still starting has nothing to save, and is not waited for as long.

@@ -17,7 +17,9 @@ class PublishConfig(Section):
     transport: Annotated[str, TRANSPORTS] = Field("broadcast", description="how weights get to the servers")
     transport_options: dict[str, Any] = Field(default_factory=dict, description="options of a transport of your own")
     folder: Path | None = Field(
-        None, description="of the disk transport, on a file system that all share; null: RUN/published"
+        None,
+        description="of the disk transport, on a file system that all share; versions are in its folder `run.name`; "
+        "null: RUN/published",
     )
     every: int = Field(1, ge=1, description="k, learner steps between two published versions")
     interruption: Literal["retract", "in_place", "drain", "abort"] = Field(

@@ -295,7 +295,7 @@ class Dealer:
         except zmq.Again as error:
             raise StreamTimeout(
                 f"the replay service took no message for stream.reply_timeout={self._stream.reply_timeout:g} seconds; "
-                "see RUN/logs/replay.log"
+                "see RUN/logs/replay-0.log"
             ) from error
 
     def _read(self, parts: list[zmq.Frame]) -> Message | ReceivedBatch:

@@ -110,7 +110,7 @@ def test_sending_to_nobody_waits_its_timeout_and_says_so(connect: Connect) -> No
     dealer = connect("tcp://127.0.0.1:9", STREAM)
     for _ in range(QUEUE):
         dealer.send(Bye())
-    with pytest.raises(StreamTimeout, match=r"stream\.reply_timeout=0\.3"):
+    with pytest.raises(StreamTimeout, match=r"stream\.reply_timeout=0\.3 seconds; see RUN/logs/replay-0\.log"):
         dealer.send(Bye())
 
     async def peer() -> None:
