@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from streamrl import cli
 from streamrl.lab.report import command, curves, groups, samples, settings, time_use
 from streamrl.lab.report.groups import read_groups
+from streamrl.lab.report.notes import Notes
 from streamrl.lab.report.page import embed
 from streamrl.lab.report.runs import Run, read_runs
 from streamrl.lab.report.samples import Shown, pieces
@@ -302,6 +303,26 @@ def test_restarts_and_failures_are_of_note_and_like_ones_are_one_line(run: Run) 
     assert (failed.count, failed.last - failed.time) == (2, 1.0)
     assert failed.text.endswith("again")
     assert [note.time for note in run.notes] == sorted(note.time for note in run.notes)
+
+
+def test_what_was_damaged_refused_or_could_not_be_trained_or_measured_is_of_note() -> None:
+    told = (
+        ("learner-0", "checkpoint.damaged", {"told": "step_60 is set aside"}),
+        ("learner-0", "learner.quarantined", {"step": 4, "group_id": 9, "reason": "no token"}),
+        ("replay-0", "replay.refused", {"peer": "generator", "name": "generator-0", "reason": "another run"}),
+        ("generator-0", "evaluate", {"phase": "begin"}),
+        ("generator-0", "evaluate", {"phase": "end", "failed": "no answer"}),
+        ("generator-0", "mismatch", {"phase": "end"}),
+    )
+    notes = Notes()
+    for time, (role, event, fields) in enumerate(told):
+        notes.feed({"time": float(time), "role": role, "event": event, **fields})
+    assert [(note.event, note.text) for note in notes.in_order()] == [
+        ("checkpoint.damaged", "step_60 is set aside"),
+        ("learner.quarantined", "group 9 of step 4 cannot be trained: no token"),
+        ("replay.refused", "generator generator-0 was refused: another run"),
+        ("evaluate", "evaluate: no answer"),
+    ]
 
 
 def test_a_run_says_whether_it_is_complete_was_killed_or_goes_on(run: Run, model: Path, tmp_path: Path) -> None:

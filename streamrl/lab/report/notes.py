@@ -24,6 +24,7 @@ EVENTS: dict[str, tuple[Grade, str]] = {
     "group.too_large": ("bad", "group {group_id} was too large: {reason}"),
     "group.placeholders": ("warning", "group {group_id} was given up"),
     "ticket.expired": ("warning", "ticket of group {group_id} expired"),
+    "checkpoint.damaged": ("bad", "{told}"),
     "journal.damage": ("bad", "{told}"),
     "journal.recovered": ("warning", "the buffer came back from its journal at step {step}"),
     "journal.full": ("bad", "the journal cannot grow: {reason}"),
@@ -33,13 +34,15 @@ EVENTS: dict[str, tuple[Grade, str]] = {
     "learner.finished": ("good", "the learner finished with version {version}"),
     "learner.stopped": ("plain", "{reason}"),
     "learner.exited": ("plain", "the run ended at version {version}, to be gone on with: {reason}"),
+    "learner.quarantined": ("bad", "group {group_id} of step {step} cannot be trained: {reason}"),
     "learner.unreachable": ("warning", "the learner could not be reached at step {step}"),
     "replay.missed": ("bad", "{messages} messages of {peer} were missed"),
     "replay.malformed": ("bad", "a malformed message of {peer}: {reason}"),
+    "replay.refused": ("bad", "{peer} {name} was refused: {reason}"),
     "replay.stop": ("plain", "{reason}"),
 }
 """Event: its grade, and what the page says, in terms of the event's fields. Others are not of note, unless they
-have an `error`."""
+have an `error`, or say why they `failed`."""
 
 SINGLE = frozenset({"bound.moved"})
 """Events of which each is a note of its own, by its step."""
@@ -104,6 +107,8 @@ class Notes:
             self._add(record, event, grade, text.format_map(_Fields(record)), *each)
         elif record.get("phase") == "end" and "error" in record:
             self._fail(record)
+        elif record.get("phase") == "end" and "failed" in record:
+            self._add(record, event, "warning", f"{event}: {record['failed']}")
 
     def in_order(self) -> list[Note]:
         """The notes by the time of their first event."""
