@@ -49,7 +49,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "reward/failed": failed,
         "reward/failed_share": (failed + unjudged) / max(1, sum(group.size for group in batch.groups)),
-        "pass_rate": float(np.mean([sample.passed for sample in judged] or [math.nan])),
+        "pass_rate": float(np.mean([sample.passed for sample in judged])) if judged else math.nan,
         "signal_rate": float(np.mean([group.has_signal for group in batch.groups])),
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
         "staleness/mean": float(ages.mean()),

@@ -310,8 +310,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UnsupportedModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"{path} is no mapping of keys; a Hugging Face configuration is needed")
-    for part, each in (("", config), ("text_config.", config.get("text_config"))):
-        for key in ("rope_parameters", "rope_scaling") if isinstance(each, dict) else ():
+    text = config.get("text_config")
+    for part, each in (("", config), ("text_config.", text if isinstance(text, dict) else {})):
+        for key in ("rope_parameters", "rope_scaling"):
             if not isinstance(each.get(key), dict | None):
                 found = f"{part}{key}: {each[key]!r}"
                 raise UnsupportedModelError(f"{path}: {found} is not allowed; allowed: a mapping, null")
