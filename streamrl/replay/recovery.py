@@ -9,6 +9,7 @@ not does the history go on: that group is restored as completed without a place,
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from streamrl.replay.segments import (
     segments,
 )
 from streamrl.stream.identity import RunIdentity
+from streamrl.whole_files import drafted
 
 # Suffix of a segment that is not read any more and was whole once: it is kept for inspection.
 SET_ASIDE = ".damaged"
@@ -121,10 +123,27 @@ def _with(spoilt: list[Unreadable], cut: Unreadable, recovery: Recovery) -> Unre
 
 
 def _cut(path: Path, cut: Unreadable) -> None:
-    """End the segment before what cannot be read."""
-    with path.open("r+b") as file:
-        file.truncate(cut.place.offset)
-        os.fsync(file.fileno())
+    """End the segment before what cannot be read. What was whole once, and may be on a better day, is kept beside."""
+    if cut.torn:
+        with path.open("r+b") as file:
+            file.truncate(cut.place.offset)
+            os.fsync(file.fileno())
+        return
+    kept = path.with_name(path.name + SET_ASIDE)
+    with drafted(path, durable=True) as draft:
+        with path.open("rb") as whole, draft.open("wb") as begin:
+            for length in _pieces(cut.place.offset):
+                begin.write(whole.read(length))
+        kept.unlink(missing_ok=True)
+        os.link(path, kept)
+
+
+def _pieces(size: int, most: int = 1 << 20) -> Iterator[int]:
+    """
+    >>> list(_pieces(5, 2))
+    [2, 2, 1]
+    """
+    yield from (min(most, size - begin) for begin in range(0, size, most))
 
 
 def _set_aside(paths: list[Path], recovery: Recovery) -> None:

@@ -221,6 +221,10 @@ def test_what_the_disk_cannot_give_is_damage(tmp_path: Path, monkeypatch: pytest
     assert f"damage of {sizes[2] - bad} bytes at byte {bad}: it cannot be read" in told
     documented("... bytes at byte ...: it cannot be read: Input/output error; it is cut", told, GOES_ON)
     assert recover(tmp_path).repairs == []
+    first = segment_path(tmp_path, 0)
+    kept = first.with_name(first.name + SET_ASIDE)
+    assert (first.stat().st_size, kept.stat().st_size) == (bad, sizes[2])  # the disk may give it on another day
+    assert kept.read_bytes().startswith(first.read_bytes())
     sizes = write(tmp_path, b"two", completed(2))
     bad = len(MAGIC)  # the openings
     assert load_frames(tmp_path, Place(segment=1, offset=sizes[0]), (2, 0)) == FRAMES
