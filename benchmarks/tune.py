@@ -1,6 +1,6 @@
 """`streamrl tune`'s choice against a measured grid: is anything in the grid faster?
 
-    python -m benchmarks.tune [--quick] [--only NAME] [--folder FOLDER] [--json PATH]
+    python -m benchmarks.tune [--quick] [--only NAME] [--rounds N] [--folder FOLDER] [--json PATH]
 
     long-answers     configs/long_answers.yaml, with which the simulator was made
     drawn-lengths    log-normal lengths, another model and group size, 16 places on the server: it never saw them
@@ -12,7 +12,8 @@ have cores of their own.
 No setting of the grid has another micro batch, and the choice may. So the choice and the best setting with its micro
 batch take turns once more: the definition that looks worse, which has no bar.
 
-Exit code 1 where the choice's median is below BAR of the best one's. The quick form runs few and short ones, and judges
+Exit code 1 where the choice's median is below BAR of the best one's. Where the interval is wide, `--rounds` adds to
+those that are kept; the verdict is that of all of them. The quick form runs few and short ones, and judges
 nothing. What is measured is kept in FOLDER: the same command goes on.
 """
 
@@ -26,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from streamrl.observe.metrics import read_metrics
 BAR = 0.95
 OLDEST = 4.0  # bound, of the grid and of the choice
 BEST = 3  # of the grid, that run again beside the choice
+ONCE_MORE = 1000  # added to the rounds of the second turns
 TIMEOUT = 900.0  # seconds of one run
 
 
@@ -60,11 +62,12 @@ class Form:
 
     steps: int
     settings: int | None  # of the grid; None: all
-    rounds: int
+    rounds: int  # of the turns that are judged
+    once_more: int  # rounds of the second turns
     points: int  # that the search simulates
 
 
-FULL, QUICK = Form(30, None, 5, 200), Form(6, 2, 1, 8)
+FULL, QUICK = Form(30, None, 5, 5, 200), Form(6, 2, 1, 1, 8)
 
 DRAWN: dict[str, Any] = {
     "task": {"name": "benchmarks.drawn_lengths:DrawnLengths", "args": {"length": 3, "alphabet": ALPHABET}},
@@ -128,11 +131,11 @@ class Bench:
             bar.advance()
         return found
 
-    def in_turns(self, settings: Sequence[Overrides], first: int, bar: Bar) -> dict[Overrides, list[float]]:
-        """Tokens/s of each by round, of which `first` is the first one's number."""
+    def in_turns(self, settings: Sequence[Overrides], rounds: range, bar: Bar) -> dict[Overrides, list[float]]:
+        """Tokens/s of each by round."""
         rates: dict[Overrides, list[float]] = {each: [] for each in settings}
         order = list(rates)  # each once
-        for round_ in range(first, first + self._form.rounds):
+        for round_ in rounds:
             begin = round_ % len(order)
             for each in (*order[begin:], *order[:begin]):
                 rates[each].append(self.measure(each, round_, bar)[0])
@@ -141,8 +144,9 @@ class Bench:
     def run(self) -> tuple[list[Comparison], dict[str, Any]]:
         """The choice against the best of the grid, then against that with the choice's micro batch."""
         settings = grid(self.config)[:: 1 if self._form.settings is None else -5][: self._form.settings]
-        rounds = self._form.rounds
-        turns = rounds * (BEST + 1 + 2)
+        first = range(1, 1 + self._form.rounds)
+        second = range(ONCE_MORE + 1, ONCE_MORE + 1 + self._form.once_more)
+        turns = len(first) * (BEST + 1) + len(second) * 2
         print(
             f"{self.name}: calibration, {len(settings)} settings once, then up to {turns} runs in turns, of "
             f"{self._form.steps} steps each; a run that takes {TIMEOUT:.0f} s fails (kept in {self._folder})",
@@ -155,10 +159,10 @@ class Bench:
             for each in settings:
                 once[each] = self.measure(each, 0, bar)
             best = sorted(once, key=lambda each: -once[each][0])[:BEST]
-            compared = [Comparison.of("", choice, self.in_turns((choice, *best), 1, bar))]
+            compared = [Comparison.of("", choice, self.in_turns((choice, *best), first, bar))]
             best_of_grid = compared[0].verdict.best
             if (harder := with_its_micro_batch(best_of_grid, choice)) != best_of_grid:
-                rates = self.in_turns((choice, harder), 1 + rounds, bar)
+                rates = self.in_turns((choice, harder), second, bar)
                 compared.append(Comparison.of(" with its micro batch", choice, rates))
         predicted = {"rate": chosen.choice.figures.sustained, "age": chosen.choice.figures.staleness_mean}
         row = {
@@ -212,6 +216,7 @@ def bench(name: str, folder: Path, form: Form) -> Iterator[Bench]:
 def main() -> int:
     options = _parse()
     form = QUICK if options.quick else FULL
+    form = form if options.rounds is None else replace(form, rounds=options.rounds)
     compared: dict[str, list[Comparison]] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="streamrl-tune-") as own:
@@ -240,6 +245,13 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one configuration, two settings, short runs; no bar")
     parser.add_argument("--only", choices=NAMES, help="one of the configurations")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        choices=range(1, ONCE_MORE),
+        metavar="N",
+        help="of the turns that are judged (default: 5, quick 1)",
+    )
     parser.add_argument("--folder", type=Path, help="where runs and results are kept (default: runs/bench-tune)")
     parser.add_argument("--json", type=output_file, help="write the figures here")
     return parser.parse_args()
