@@ -13,6 +13,7 @@ from streamrl.config.task import TaskConfig
 from streamrl.tasks.built_in.lookup import CALLED
 from streamrl.tasks.built_in.openenv import OpenEnv
 from streamrl.tasks.environment import EXACT, FAILED, Completion, Message, Prompt, Score
+from streamrl.tasks.http_session import HttpSession
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.turns import TURNS, TurnByTurn
 
@@ -86,7 +87,7 @@ def test_a_policy_that_is_lost_ends_the_other_samples_of_its_group_first(scripte
 def test_a_policy_that_is_lost_ends_the_other_episodes_of_openenv_first(scripted):
     class Lost(OpenEnv):
         def __init__(self) -> None:
-            self._session, self.played = object(), 0
+            self._http, self.played = HttpSession({}), 0
 
         async def _play(self, session, inference, prompt):
             self.played += 1
@@ -95,8 +96,10 @@ def test_a_policy_that_is_lost_ends_the_other_episodes_of_openenv_first(scripted
             await asyncio.sleep(1e9)
 
     async def lost():
+        task = Lost()
         with pytest.raises(ConnectionError, match="lost"):
-            await Lost().rollout_group(scripted([]), Prompt(index=0, text="x="), 2)
+            await task.rollout_group(scripted([]), Prompt(index=0, text="x="), 2)
+        await task.close()
         return asyncio.all_tasks() - {asyncio.current_task()}
 
     assert asyncio.run(lost()) == set()
