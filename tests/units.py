@@ -7,6 +7,10 @@ from xdist.scheduler import LoadFileScheduling
 
 # Beginnings of paths, with the name of a unit; None: every file is a unit of its own, as are all that are not here.
 UNITS = {
+    "tests/test_first_hour": None,
+    "tests/lab/test_acceptance": None,
+    "tests/learner/test_family_layouts": None,
+    "tests/learner/test_vision": None,
     "tests/benchmarks": None,
     "tests/test_docs_commands": None,
     "tests/end_to_end/test_run.py": "run",
