@@ -37,6 +37,7 @@ from streamrl.replay.segments import (
     segment_path,
     segments,
 )
+from streamrl.whole_files import sync
 
 __all__ = [
     "Journal",
@@ -228,7 +229,7 @@ class _Segment:
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             self.write([MAGIC, *encode_record(opening, (snapshot, b""))])
-            _sync_folder(folder)
+            sync(folder)
         except OSError:
             self.close()
             self._path.unlink()
@@ -280,12 +281,3 @@ def _end_of_piece(chunks: Sequence[memoryview], first: int) -> int:
         size += len(chunks[end])
         end += 1
     return end
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ not does the history go on: that group is restored as completed without a place,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +29,8 @@ from streamrl.whole_files import drafted
 
 # Suffix of a segment that is not read any more and was whole once: it is kept for inspection.
 SET_ASIDE = ".damaged"
+
+_PIECE = 1 << 20  # bytes that are copied at once
 
 
 @dataclass(slots=True)
@@ -132,18 +133,10 @@ def _cut(path: Path, cut: Unreadable) -> None:
     kept = path.with_name(path.name + SET_ASIDE)
     with drafted(path, durable=True) as draft:
         with path.open("rb") as whole, draft.open("wb") as begin:
-            for length in _pieces(cut.place.offset):
-                begin.write(whole.read(length))
+            for done in range(0, cut.place.offset, _PIECE):
+                begin.write(whole.read(min(_PIECE, cut.place.offset - done)))
         kept.unlink(missing_ok=True)
         os.link(path, kept)
-
-
-def _pieces(size: int, most: int = 1 << 20) -> Iterator[int]:
-    """
-    >>> list(_pieces(5, 2))
-    [2, 2, 1]
-    """
-    yield from (min(most, size - begin) for begin in range(0, size, most))
 
 
 def _set_aside(paths: list[Path], recovery: Recovery) -> None:
