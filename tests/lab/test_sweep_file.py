@@ -145,10 +145,13 @@ def test_a_sweep_file_that_does_not_fit_is_refused_with_one_line(make_sweep, cap
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("word", ["run.seed=7", "run.name=mine", "run.folder=elsewhere"])
+@pytest.mark.parametrize("word", ["run.seed=7", "run.name=mine", "run.folder=elsewhere", "run={seed: 7}"])
 def test_what_the_sweep_gives_to_each_run_is_refused_on_the_command_line_too(make_sweep, capsys, word):
     assert cli.main(["sweep", str(make_sweep()), word]) == 2
-    assert f"{word.partition('=')[0]}: the sweep gives it to each run" in capsys.readouterr().err
+    assert (
+        f"{'run.seed' if '{' in word else word.partition('=')[0]}: the sweep gives it to each run"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_printed_jobs_are_commands_that_give_the_same_configurations(make_sweep, capsys):

@@ -115,12 +115,14 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     if both := _covering({key for point in points for key in point}, grid):
         raise ConfigError(f"points: {both[0]} is in `grid` as well; allowed: in one of them")
     swept = {key for settings in (grid, *points) for key in settings if key != "name"}
-    given = {text.partition("=")[0] for text in overrides}
+    given = {
+        key: config_file.parse_yaml(value, where=key) for key, _, value in (text.partition("=") for text in overrides)
+    }
     for place, keys in (("set", common), ("overrides", given)):
         if both := _covering(swept, keys):
             raise ConfigError(f"{place}: {both[0]} is swept over; allowed: keys that `grid` and `points` do not have")
-    settings = (common, *points, *({key: value} for key, values in grid.items() for value in values))
-    if own := sorted({*given, *(leaf for each in settings for leaf in _leaves(each))} & set(OWN)):
+    settings = (common, given, *points, *({key: value} for key, values in grid.items() for value in values))
+    if own := sorted({leaf for each in settings for leaf in _leaves(each)} & set(OWN)):
         raise ConfigError(f"{own[0]}: the sweep gives it to each run; allowed: seeds, name and folder of the sweep")
     if "base" not in tree:
         raise ConfigError(f"{file}: base is missing; allowed: a configuration, relative to the sweep file")
