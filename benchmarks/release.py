@@ -8,8 +8,8 @@
 
 The replay service is the real one, with its journal; engines and learner are those of `benchmarks.pressure`, which let
 time pass. Answers have log-normal lengths, the same in every run; the bound is BOUND. How fast the engines generate is
-measured first, and the learner's step set by it. The policies take turns in every repeat; a ratio is that of two runs
-of one repeat, with (max - min) / median over the repeats.
+measured first, and the learner's step set by it. The policies take turns in every repeat, the first one begins in every
+other; a ratio is that of two runs of one repeat, with (max - min) / median over the repeats.
 
 Two figures have a second definition, which looks worse, and both are printed: ages and steps/s without the first steps,
 in which nothing is held back yet and what was issued before is trained, and *all* with them.
@@ -148,9 +148,9 @@ def compare(folder: Path, repeats: int, steps: int) -> list[Row]:
     found: dict[tuple[str, str], list[Course]] = {(load, policy): [] for load in LOADS for policy in POLICIES}
     slots = 0
     for repeat in range(repeats):
-        for number, (load, policy) in enumerate(found):
+        for load, policy in list(found) if repeat % 2 == 0 else reversed(found):
             times = replace(LENGTHS, step=alone * LOADS[load])
-            slots, one = course(folder / f"{number}-{repeat}", policy, times, steps)
+            slots, one = course(folder / f"{load}-{policy}-{repeat}".replace(" ", "-"), policy, times, steps)
             found[load, policy].append(one)
     rows = []
     for (load, policy), courses in found.items():

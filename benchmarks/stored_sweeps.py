@@ -10,9 +10,9 @@ the folder lacks stay. Once no run of NAME is missing, the text in docs/*.md bet
     <!-- end of NAME PART -->
 
 is written again, and docs/pictures/NAME.svg is drawn. PART `table` has the mean figures of each point, `differences`
-what each has more than the baseline, `ratios` what the target took each, to the baseline. The part `findings` is prose,
-which is kept: each figure in it that has a decimal point or a ± must be in one of these tables, in a row of the
-points that its sentence names in backticks, where it names any.
+what each has more than the baseline, `ratios` figures over the baseline's, of what the target took too. The part
+`findings` is prose, which is kept: each figure in it that has a decimal point or a ± must be in one of these tables, in
+a row of the points that its sentence names in backticks, where it names any.
 
 `--check` writes nothing. Exit code 1 where a page differs, or a finding has a figure that its tables do not have.
 """
@@ -37,7 +37,7 @@ PAGES = Path(__file__).parents[1] / "docs"
 
 DIGITS = 6  # significant ones of a stored figure
 
-KEPT = ("base", "axis", "baseline", "target", "columns", "common", "seeds")  # of a sweep, but for its points
+KEPT = ("base", "axis", "baseline", "target", "columns", "ratios", "common", "seeds")  # of a sweep, but for its points
 
 # Heads of columns, where they are not the figure's name.
 HEADS = {
@@ -61,11 +61,11 @@ Stored = Mapping[str, Any]  # the content of a file in RESULTS
 Rows = list[list[str]]  # of a table, its head first
 
 
-def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[str, Any]) -> dict[str, Any]:
+def stored(results: Mapping[str, Any], commits: Mapping[str, str], machine: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of results.json. Raises ValueError for an absolute path in a setting, code of no commit, and for a
     file that lacks something.
 
-    `commits`: of the code that the runs were made with. `machine`: fields of `benchmarks.suite.Machine`.
+    `commits`: run: of the code that it was made with. `machine`: fields of `benchmarks.suite.Machine`.
     """
     name, points = results["sweep"], results["points"]
     of_points = ("name", "column", "series", "settings", "baseline")
@@ -80,12 +80,14 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
     ]
     if absolute := [setting for setting in settings if _ABSOLUTE.search(setting)]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
-    if changed := [commit or "unknown" for commit in commits if not commit or commit.endswith("-dirty")]:
+    runs = [_run(point["name"], seed) for point in points for seed in point["runs"]]
+    own = {run: commits.get(run, "") for run in runs}
+    if changed := [commit or "unknown" for commit in own.values() if not commit or commit.endswith("-dirty")]:
         raise ValueError(f"{name}: {changed[0]}, its code is of no commit; allowed: runs of a clone without changes")
     return {
         "sweep": name,
         "machines": [dict(machine)],
-        "commits": list(commits),
+        "commits": _by_commit(own),
         **{key: results[key] for key in KEPT},
         "points": [{**{key: point[key] for key in of_points}, "runs": _rounded(point["runs"])} for point in points],
     }
@@ -103,7 +105,16 @@ def joined(before: Stored, now: Stored) -> dict[str, Any]:
         for old, new in zip(before["points"], now["points"], strict=True)
     ]
     machines = [*before["machines"], *(each for each in now["machines"] if each not in before["machines"])]
-    return {**now, "machines": machines, "commits": sorted({*before["commits"], *now["commits"]}), "points": points}
+    commits = {run: commit for part in (before, now) for commit, runs in part["commits"].items() for run in runs}
+    return {**now, "machines": machines, "commits": _by_commit(commits), "points": points}
+
+
+def _by_commit(commits: Mapping[str, str]) -> dict[str, list[str]]:
+    """The runs of each, in their order."""
+    runs: dict[str, list[str]] = {}
+    for run, commit in commits.items():
+        runs.setdefault(commit, []).append(run)
+    return runs
 
 
 def _settings(sweep: Stored) -> list[tuple[str, Any]]:
@@ -113,11 +124,16 @@ def _settings(sweep: Stored) -> list[tuple[str, Any]]:
 def missing(sweep: Stored) -> list[str]:
     """POINT-seedSEED of the runs that are not stored."""
     return [
-        f"{point['name']}-seed{seed}"
+        _run(point["name"], seed)
         for point in sweep["points"]
         for seed in sweep["seeds"]
         if str(seed) not in point["runs"]
     ]
+
+
+def _run(point: str, seed: int | str) -> str:
+    """The name of a run, as the sweep gives it."""
+    return f"{point}-seed{seed}"
 
 
 def _rounded(runs: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -144,9 +160,10 @@ def differences(sweep: Stored) -> Rows:
 
 
 def ratios(sweep: Stored) -> Rows:
-    """What the target took each other point, to the baseline; empty where no two runs reach it."""
+    """Figures of each other point to the baseline's; empty where none is compared so, or no two runs have it."""
     runs = {point["name"]: _runs(point) for point in sweep["points"]}
-    return [[_close(each) for each in row] for row in ratio_cells(_baselines(sweep), runs)]
+    cells = ratio_cells(_baselines(sweep), runs, in_table(sweep["ratios"], sweep["target"]))
+    return [[_close(each) for each in row] for row in cells]
 
 
 def unsupported(sweep: Stored, findings: str) -> list[str]:
@@ -233,8 +250,7 @@ def read_stored() -> dict[str, Stored]:
 
 def store(sweep: Path) -> Path:
     """Keep the figures of a sweep's folder. Raises ValueError as `stored` and `joined` do."""
-    commits = sorted(set(_commits(sweep)))
-    content = stored(json.loads((sweep / "results.json").read_text()), commits, asdict(this_machine()))
+    content = stored(json.loads((sweep / "results.json").read_text()), dict(_commits(sweep)), asdict(this_machine()))
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{content['sweep']}.json"
     if target.exists():
@@ -243,10 +259,10 @@ def store(sweep: Path) -> Path:
     return target
 
 
-def _commits(sweep: Path) -> Iterator[str]:
-    """Of the code that its runs were made with, as the runs recorded it."""
-    for file in sweep.glob("runs/*/environment.json"):
-        yield json.loads(file.read_text())["commit"]
+def _commits(sweep: Path) -> Iterator[tuple[str, str]]:
+    """Of each run, that of the code that it was made with, as it recorded it."""
+    for file in sorted(sweep.glob("runs/*/environment.json")):
+        yield file.parent.name, json.loads(file.read_text())["commit"]
 
 
 def _runs(point: Mapping[str, Any]) -> dict[int, dict[str, float]]:

@@ -3,6 +3,7 @@
     D(m) = when learner step m needs its groups: the learner asks for the next step one step's time after it got the
            last batch, or asks now; every further step takes as long
     a ticket of step m goes out from D(m) - lead on
+    a step needs P groups, or, where groups are trained again, as many new ones as the last steps had in the mean
 
 Whatever the policy says, nothing is held back that holding makes no younger, or that the learner waits for:
 
@@ -27,7 +28,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from streamrl.replay.lives import NEVER, Life
-from streamrl.replay.records import AnyRecord, Completed, Issued
+from streamrl.replay.records import AnyRecord, Completed, Consumed, Issued
 from streamrl.replay.releases.base import EARLIEST, Release
 from streamrl.replay.state import State
 
@@ -55,6 +56,7 @@ class ReleaseGate:
         self._came: list[float] = []  # first tickets of those that were completed since the last tick
         self._capacity = 0  # groups that the workers generate at once; 0: not known yet
         self._steps: deque[float] = deque(maxlen=KEPT)
+        self._new: deque[int] = deque(maxlen=KEPT)  # groups of the last steps that no earlier one had
         self._wanted: int | None = None  # the step that the learner asks for, or will ask for next
         self._asked = False
         self._delivered: float | None = None  # when it got the batch before
@@ -71,7 +73,7 @@ class ReleaseGate:
             self._release.completed(max(0.0, now - opened))
         self._came.clear()
         state, steps = self._state, self._decide(now)
-        self.limit = state.below + len(state.above) + steps * self._groups
+        self.limit = state.below + len(state.above) + _whole(steps * self._needed)
         if self._asked and not state.lives.out and state.lives.first_waiting is None:
             self.limit = max(self.limit, state.next_id + self._groups)
 
@@ -85,6 +87,8 @@ class ReleaseGate:
             case Completed(group_id=group_id):
                 if (opened := self._opened.pop(group_id, None)) is not None:
                     self._came.append(opened)
+            case Consumed(group_ids=group_ids, reused=reused):
+                self._new.append(len(group_ids) - len(reused))
 
     def began(self, step: int, lives: Mapping[int, Life]) -> None:
         """A learner goes on from `step`; `lives`: the groups that it leaves."""
@@ -125,16 +129,21 @@ class ReleaseGate:
         fresh = min(state.next_step, acknowledged.step if acknowledged else 0) + self._every + 1
         return max(wanted + max(steps, int(self._asked)), fresh) - state.next_step
 
+    @property
+    def _needed(self) -> float:
+        """New groups of a step."""
+        return max(1.0, sum(self._new) / len(self._new)) if self._new else float(self._groups)
+
     def _measured(self, now: float) -> float | None:
         """The policy's lead time; None while it cannot be known."""
         if self._wanted is None or len(self._steps) < STEPS or median(self._steps) <= 0:
             return None
-        rounds = max(1.0, self._groups / max(1, self._capacity))
+        rounds = max(1.0, self._needed / max(1, self._capacity))
         return self._release.lead((now - at for at in self._opened.values()), rounds)
 
-    def _at_start(self) -> int:
+    def _at_start(self) -> float:
         """Steps from the wanted one on that the workers generate at once, and what may wait."""
-        return math.ceil(max(1, self._capacity) / self._groups) + RESERVE
+        return _whole(max(1, self._capacity) / self._needed) + RESERVE
 
     def _in_time(self, now: float, lead: float) -> int:
         """Steps from the wanted one on that are needed within the lead time; sets when there will be one more."""
@@ -145,3 +154,8 @@ class ReleaseGate:
         if steps <= lead / seconds:  # later than that the learner asks, or is late itself
             self.due_at = asks + steps * seconds - lead
         return steps
+
+
+def _whole(groups: float) -> float:
+    """Rounded up."""
+    return groups if groups == NEVER else math.ceil(groups - ROUNDING)

@@ -63,14 +63,21 @@ def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
         "seeds": seeds,
         "target": None,
         "columns": list(COLUMNS),
+        "ratios": [],
     }
     return {**head, "points": points, **more}
+
+
+def kept_of(content: dict[str, Any], commit: str = "abc1234", **machine: Any) -> dict[str, Any]:
+    """What is stored of a results.json whose runs are all of one commit."""
+    runs = [f"{point['name']}-seed{seed}" for point in content["points"] for seed in point["runs"]]
+    return stored(content, dict.fromkeys(runs, commit), MACHINE | machine)
 
 
 @pytest.fixture
 def sweep() -> dict[str, Any]:
     rewards = {"default": [0.5, 0.7, 0.6], "cap-5": [0.4, 0.7, 0.4], "cap-1.2": [0.9, 0.9, 0.9]}
-    return stored(results(rewards), ["abc1234"], MACHINE)
+    return kept_of(results(rewards))
 
 
 def test_the_pages_have_the_tables_and_the_figures_of_the_stored_sweeps():
@@ -93,7 +100,9 @@ def test_each_stored_sweep_is_on_a_page_and_of_its_file_as_it_is():
         assert kept["base"] == str(now.base.relative_to(ROOT) if now.base.is_absolute() else now.base)
         assert (kept["common"], kept["seeds"]) == (list(now.common), list(now.seeds))
         assert (kept["axis"], kept["baseline"], kept["target"]) == (now.axis, now.baseline, now.target)
-        assert kept["columns"] == list(now.columns)
+        assert (kept["columns"], kept["ratios"]) == (list(now.columns), list(now.ratios))
+        runs = {f"{point['name']}-seed{seed}" for point in kept["points"] for seed in point["runs"]}
+        assert {run for of_commit in kept["commits"].values() for run in of_commit} == runs
 
 
 def test_the_pictures_are_of_the_stored_sweeps():
@@ -117,7 +126,7 @@ def test_a_picture_has_a_mark_for_each_run_and_each_mean(sweep):
 
 
 def test_a_picture_of_negative_rewards_begins_at_the_least_of_them():
-    root = ElementTree.fromstring(drawn(stored(results({"default": [-2.0, -1.0], "cap-5": [-0.5, 0.0]}), [], MACHINE)))
+    root = ElementTree.fromstring(drawn(kept_of(results({"default": [-2.0, -1.0], "cap-5": [-0.5, 0.0]}))))
     assert "reward, -2 to 0" in [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     places = [float(each.attrib["cx"]) for each in root.iter("{http://www.w3.org/2000/svg}circle")]
     assert len(set(places)) == 4
@@ -130,13 +139,14 @@ def test_stored_sweeps_stay_small():
 
 def test_the_figures_of_each_run_are_kept_with_six_digits_and_where_they_come_from(sweep):
     assert sweep["points"][0]["runs"]["2"] == {"reward": 0.7, "KL": 0.0123457}
-    assert (sweep["commits"], sweep["machines"]) == (["abc1234"], [MACHINE])
+    runs = [f"{point}-seed{seed}" for point in ("default", "cap-5", "cap-1.2") for seed in (1, 2, 3)]
+    assert (sweep["commits"], sweep["machines"]) == ({"abc1234": runs}, [MACHINE])
 
 
 @pytest.mark.parametrize(("commit", "told"), [("abc1234-dirty", "abc1234-dirty"), ("", "unknown")])
 def test_a_sweep_of_code_of_no_commit_is_not_stored(commit, told):
     with pytest.raises(ValueError, match=f"mine: {told}, its code is of no commit"):
-        stored(results({"default": [0.5]}), [commit], MACHINE)
+        kept_of(results({"default": [0.5]}), commit)
 
 
 @pytest.mark.parametrize("key", ["columns", "points.baseline"])
@@ -144,29 +154,29 @@ def test_a_sweep_of_a_time_when_less_was_kept_is_not_stored(key):
     former = results({"default": [0.5]})
     del (former["points"][0] if "." in key else former)[key.removeprefix("points.")]
     with pytest.raises(ValueError, match=f"mine: results.json has no {key}; allowed: that of `streamrl sweep FILE --r"):
-        stored(former, [], MACHINE)
+        kept_of(former)
 
 
 @pytest.mark.parametrize("setting", ["model.path=/home/me/tiny", "task.args={file: '/data/a b'}", "a=[x, /y]"])
 def test_a_sweep_with_paths_of_a_machine_is_not_stored(setting):
     with pytest.raises(ValueError, match="is a path of one machine") as refused:
-        stored(results({"default": [0.5]}, common=[setting]), [], MACHINE)
+        kept_of(results({"default": [0.5]}, common=[setting]))
     assert setting in str(refused.value)
 
 
 def test_a_sweep_whose_base_is_elsewhere_is_not_stored():
     with pytest.raises(ValueError, match=r"base=/home/me/base.yaml is a path of one machine"):
-        stored(results({"default": [0.5]}, base="/home/me/base.yaml"), [], MACHINE)
+        kept_of(results({"default": [0.5]}, base="/home/me/base.yaml"))
 
 
 @pytest.mark.parametrize("setting", ["model.path=models/tiny", "generate.attach=[http://host:1/x]", "data=~/a/b"])
 def test_other_paths_and_addresses_are_kept(setting):
-    assert stored(results({"default": [0.5]}, common=[setting]), [], MACHINE)["common"] == [setting]
+    assert kept_of(results({"default": [0.5]}, common=[setting]))["common"] == [setting]
 
 
 def test_parts_of_a_sweep_are_joined_and_say_what_is_missing():
     def part(rewards: dict[str, list[float]], seeds: list[int], **machine: Any) -> dict[str, Any]:
-        return stored(results(rewards, seeds=seeds), [f"commit{len(rewards['a'])}"], MACHINE | machine)
+        return kept_of(results(rewards, seeds=seeds), f"commit{len(rewards['a'])}", **machine)
 
     first = part({"a": [0.5, 0.7], "b": [0.1]}, [1, 2])
     assert missing(first) == ["b-seed2"]
@@ -175,7 +185,7 @@ def test_parts_of_a_sweep_are_joined_and_say_what_is_missing():
     assert missing(both) == []
     rewards = {point["name"]: [each["reward"] for each in point["runs"].values()] for point in both["points"]}
     assert rewards == {"a": [0.6, 0.7], "b": [0.2, 0.3]}
-    assert both["commits"] == ["commit1", "commit2"]
+    assert both["commits"] == {"commit1": ["a-seed1", "b-seed1", "b-seed2"], "commit2": ["a-seed2"]}
     assert [each["processor"] for each in both["machines"]] == ["Some CPU", "Another CPU"]
     assert joined(both, second) == both
 
@@ -184,7 +194,7 @@ def test_the_seeds_of_joined_parts_are_in_the_order_of_their_numbers():
     def part(seeds: list[int]) -> dict[str, Any]:
         runs = {str(seed): {"reward": 0.5} for seed in seeds}
         content = results({"a": [0.5]}, seeds=[1, 2, 10])
-        return stored({**content, "points": [{**content["points"][0], "runs": runs}]}, [], MACHINE)
+        return kept_of({**content, "points": [{**content["points"][0], "runs": runs}]})
 
     assert list(joined(part([10, 1]), part([2]))["points"][0]["runs"]) == ["1", "2", "10"]
 
@@ -208,6 +218,14 @@ def test_a_sweep_with_a_target_has_the_tokens_to_it_and_their_ratio(sweep):
     _, more = stored_sweeps.ratios(sweep)
     assert more[:5] == ["cap-5", "2", "0.50", "0.50..0.50", "0.50..0.50"]
     assert unsupported(sweep, "`cap-5` needs 0.50 of the tokens.") == []
+
+
+def test_a_figure_of_which_the_sweep_wants_the_ratio_has_it(sweep):
+    assert stored_sweeps.ratios(sweep) == []
+    sweep["ratios"] = ["reward"]
+    head, five, _ = stored_sweeps.ratios(sweep)
+    assert (head[2], five[:3]) == ("reward", ["cap-5", "3", "0.81"])
+    assert unsupported(sweep, "`cap-5` has 0.81 of the reward.") == []
 
 
 def test_a_page_gets_its_tables_keeps_the_rest_and_is_not_changed_again(sweep):
@@ -266,11 +284,12 @@ def test_a_sweep_of_a_grid_has_a_column_for_it_and_its_points_may_be_named_by_ei
 
 def test_the_command_stores_writes_the_pages_and_checks_them(sweep, tmp_path, monkeypatch, capsys):
     folder, pages = tmp_path / "sweeps" / "mine", tmp_path / "docs"
-    run = folder / "runs" / "default-seed1"
-    run.mkdir(parents=True)
     pages.mkdir()
+    runs = [f"{point}-seed{seed}" for point in ("default", "cap-5") for seed in (1, 2)]
+    for run in runs:
+        (folder / "runs" / run).mkdir(parents=True)
+        (folder / "runs" / run / "environment.json").write_text('{"commit": "abc1234"}')
     (folder / "results.json").write_text(json.dumps(results({"default": [0.5, 0.7], "cap-5": [0.4, 0.6]})))
-    (run / "environment.json").write_text('{"commit": "abc1234"}')
     (pages / "page.md").write_text(PAGE.format("`cap-5` has -0.1."))
     monkeypatch.setattr(stored_sweeps, "PAGES", pages)
     monkeypatch.setattr(stored_sweeps, "RESULTS", tmp_path / "results")
@@ -285,7 +304,7 @@ def test_the_command_stores_writes_the_pages_and_checks_them(sweep, tmp_path, mo
     assert "results.json" in capsys.readouterr().err
     assert call(str(folder)) == 0
     assert "1 stored sweeps; the pages agree with them" in capsys.readouterr().out
-    assert json.loads((tmp_path / "results" / "mine.json").read_text())["commits"] == ["abc1234"]
+    assert json.loads((tmp_path / "results" / "mine.json").read_text())["commits"] == {"abc1234": runs}
     assert call("--check") == 0
     (folder / "results.json").write_text(json.dumps(results({"default": [0.5], "cap-5": [0.4]}, seeds=[1, 2])))
     assert call(str(folder)) == 0  # the other seed stays

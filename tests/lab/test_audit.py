@@ -8,8 +8,10 @@ from msgspec.structs import replace
 from streamrl.config import Config
 from streamrl.lab.audit.findings import Findings
 from streamrl.lab.audit.history import History
+from streamrl.lab.audit.reuse import Sizes
 from streamrl.observe.limits import LIMITS, limits_of
 from streamrl.replay.orders import make_order
+from streamrl.replay.records import Began, Consumed, Lost, Measured
 from streamrl.types import Batch, Group, PolicyVersion
 
 P = 2
@@ -81,6 +83,64 @@ def test_a_group_may_be_trained_again_as_often_and_as_late_as_is_configured(chec
     late = [(0, old[:2]), (1, [2, 3]), (2, [4, 5]), (3, [6, old[0]])]
     assert check(config, late).problems == ["step 3 trained tokens 3 steps old; the bound is 2"]
     assert check(config_of(reuse=2, reuse_max_age=3), late).problems == []
+
+
+def consumed(step: int, *group_ids: int, reused: tuple[int, ...] = ()) -> Consumed:
+    return Consumed(step=step, group_ids=group_ids, reused=reused)
+
+
+AGAIN = consumed(1, 2, 0, reused=(0,))
+BACK = Began(version=PolicyVersion(0, 1), next_step=0)
+
+SIZES = {
+    "large enough": ([consumed(0, 0, 1), Measured(step=0, ess=(0.5, 0.4)), AGAIN], []),
+    "too small": (
+        [consumed(0, 0, 1), Measured(step=0, ess=(0.4, 0.5)), AGAIN],
+        ["step 1 trained group 0 again, effective sample size 0.4"],
+    ),
+    "not told": ([consumed(0, 0, 1), AGAIN], ["step 1 trained group 0 again, effective sample size None"]),
+    "nothing learned": (
+        [consumed(0, 0, 1), Measured(step=0, ess=(None, 0.5)), AGAIN],
+        ["step 1 trained group 0 again, effective sample size None"],
+    ),
+    "told of the use before": (
+        [consumed(0, 0, 1), Measured(step=0, ess=(0.9, 0.9)), AGAIN, consumed(2, 3, 0, reused=(0,))],
+        ["step 2 trained group 0 again, effective sample size None"],
+    ),
+    "told too late": (
+        [consumed(0, 0, 1), AGAIN, Measured(step=0, ess=(0.9, 0.9)), consumed(2, 3, 0, reused=(0,))],
+        [f"step {step} trained group 0 again, effective sample size None" for step in (1, 2)],
+    ),
+    "without its mark": (
+        [consumed(0, 0, 1), Measured(step=0, ess=(0.4, 0.9)), consumed(1, 2, 0)],
+        [
+            "step 1 trained group 0 again, effective sample size 0.4",
+            "step 1 trained 1 groups that an earlier step had, its record names 0",
+        ],
+    ),
+    "marked and new": (
+        [consumed(0, 0, 1), consumed(1, 2, 3, reused=(2,))],
+        ["step 1 trained 0 groups that an earlier step had, its record names 1"],
+    ),
+    "put together again": ([consumed(0, 0, 1), Lost(step=0, group_ids=(1,)), consumed(0, 0, 1)], []),
+    "measured before a learner went back": (
+        [consumed(0, 0, 1), Measured(step=0, ess=(0.9, 0.9)), BACK, consumed(0, 0, 1), AGAIN],
+        ["step 1 trained group 0 again, effective sample size None"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_a_use_again_without_an_effective_sample_size_that_is_large_enough_is_told(case):
+    records, problems = SIZES[case]
+    sizes = Sizes(config_of(reuse=3, reuse_min_ess=0.5).replay)
+    assert [problem for record in records for problem in sizes.add(record)] == problems
+
+
+def test_a_journal_that_begins_in_the_middle_may_mark_what_it_does_not_know():
+    sizes = Sizes(config_of(reuse=2).replay, whole=False)
+    assert list(sizes.add(consumed(4, 9, 3, reused=(3,)))) == []
+    assert len(list(sizes.add(consumed(5, 10, 9)))) == 2
 
 
 def test_a_step_that_is_missing_or_incomplete_is_told(check):

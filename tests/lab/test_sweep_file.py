@@ -114,6 +114,9 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ),
         ({"columns": "reward"}, "columns: 'reward' is not allowed; allowed: a list of different figures"),
         ({"columns": [["reward"], 3]}, "columns: ['reward'] is no figure"),
+        ({"columns": []}, "columns: [] is not allowed; allowed: a list of different figures"),
+        ({"ratios": ["KL", "rewards"]}, "ratios: 'rewards' is no figure; allowed: reward, reward over the run, "),
+        ({"minutes": 0}, "minutes: 0 is not allowed; allowed: minutes of a run, a number > 0"),
         ({"points": [{"name": "a"}, {"name": "b"}], "baseline": "c"}, "baseline: c is no point; allowed: a, b"),
         (
             {"points": [{"name": "a", "algo.eps_low": 0.2}], "grid": {"algo.eps_low": [0.1]}},

@@ -61,6 +61,30 @@ def test_a_sweep_chooses_the_figures_of_its_tables(make_sweep, tmp_path, capsys)
 
 
 @pytest.mark.usefixtures("without_pictures")
+def test_results_that_cannot_be_written_are_shown_and_the_reason_told(make_sweep, tmp_path, capsys):
+    file = make_sweep(seeds=[1])
+    assert command.main(file, [], Trained()) == 0
+    results = tmp_path / "sweeps" / "mine" / "results.json"
+    results.unlink()
+    results.mkdir()
+    capsys.readouterr()
+    assert command.main(file, [], Trained(), part="results") == 1
+    out, err = capsys.readouterr()
+    assert "over the run" in out
+    assert err.startswith("streamrl: ")
+    assert "results.json: not written: " in err
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_a_figure_may_be_compared_by_its_ratio_without_a_target(make_sweep, tmp_path):
+    points = [{"name": "first", "run.steps": 3}, {"name": "second", "run.steps": 5}]
+    assert command.main(make_sweep(points=points, ratios=["reward"], seeds=[1, 2]), [], Trained()) == 0
+    text = (tmp_path / "sweeps" / "mine" / "results.md").read_text()
+    assert "| point | pairs | reward | Student | bootstrap |\n" in text
+    assert "ratio to first with the same seed: geometric mean over the seeds, the ends of" in text
+
+
+@pytest.mark.usefixtures("without_pictures")
 def test_every_other_point_is_compared_with_the_baseline_seed_by_seed(make_sweep, tmp_path, capsys):
     points = [{"name": "first", "run.steps": 3}, {"name": "second", "run.steps": 5}]
     file = make_sweep(points=points, baseline="second", seeds=[1, 2, 3])
@@ -151,7 +175,7 @@ def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_toke
     assert "| 2067 ± 287 |" in first  # 2200 where the reward is lowest
     assert "| 2000 (2/3) |" in second
     assert any(line.startswith("| second | 2 | 1.00 | 1.00 .. 1.00 | 1.00 .. 1.00 |") for line in text.splitlines())
-    assert "ratio to first with the same seed of what a reward of 0.16 took" in text
+    assert "ratio to first with the same seed: geometric mean over the seeds, where both reach a reward of 0.16" in text
 
 
 def test_a_ratio_is_of_the_seeds_that_both_have_and_multiplies():

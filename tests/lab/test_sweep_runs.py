@@ -123,6 +123,13 @@ def test_a_sweep_that_runs_is_left_alone_by_a_second_one(make_sweep, tmp_path):
     assert command.main(file, [], Trained()) == 0
 
 
+def test_a_folder_that_cannot_be_written_is_refused_with_one_line(make_sweep, tmp_path):
+    (tmp_path / "a file").write_text("")
+    file = make_sweep(folder=str(tmp_path / "a file"))
+    with pytest.raises(ConfigError, match=r"folder: .*a file/mine: .*; allowed: a folder that may be written"):
+        command.main(file, [], Trained())
+
+
 def test_sigterm_between_two_runs_ends_the_sweep_as_a_signal_within_one_does(make_sweep, capsys):
     file = make_sweep(grid={"replay.max_staleness": [0, 2]})
     before = signal.getsignal(signal.SIGTERM)
@@ -236,6 +243,12 @@ def test_what_is_to_do_is_told_before_it_begins_and_how_long_by_the_runs_that_ha
     assert runner.to_do(sweep, sweep.jobs()) == "4 runs, 3 done; about 5 minutes by the time of the finished ones"
     command.main(file, [], Trained(), part="results")
     assert capsys.readouterr().out.startswith("4 runs, 3 done; about 5 minutes")
+
+
+def test_what_a_study_takes_is_told_before_its_first_run_where_its_file_says_it(make_sweep, capsys):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]}, seeds=[1, 2], minutes=45)
+    assert command.main(file, [], Trained()) == 0
+    assert capsys.readouterr().out.startswith("4 runs, 0 done; about 3.0 hours, at 45 minutes a run as its file says\n")
 
 
 def test_a_begun_run_has_the_share_of_its_steps_left(make_sweep):

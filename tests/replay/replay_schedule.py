@@ -158,7 +158,8 @@ class Schedule(RuleBasedStateMachine):
         self.buffer: Buffer = self.make(self.config)
         self.snapshot: Snapshot | None = None
         self.delivered_before: dict[int, list[int]] = {}  # the snapshot
-        self.journal: list[AnyRecord | tuple[Completed, Place]] = []
+        self.journal: list[AnyRecord | tuple[Completed, Place]] = []  # since the snapshot
+        self.sealed: list[AnyRecord | tuple[Completed, Place]] = []  # before it
         self.needed = 0  # records that something outside depends on: the fsync has happened
         self.disturbed = False  # a restart: slots above the capacity may exist for a moment
         self.servers = dict.fromkeys(WORKERS, NEW)
@@ -406,6 +407,7 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.journalled)
     @rule()
     def segment_rolls(self) -> None:
+        self.sealed += self.journal
         self.snapshot, self.journal, self.needed = self.buffer.snapshot(), [], 0
         self.segment += 1
         self.delivered_before = dict(self.delivered)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import Phase as HypothesisPhase
 from hypothesis.stateful import run_state_machine_as_test
 from replay_schedule import Schedule
+from test_reuse import ReuseSchedule
 
 from streamrl.choices import Options
 from streamrl.config import Config
@@ -18,6 +19,7 @@ from streamrl.config.replay import ReplayConfig
 from streamrl.replay import release_gate
 from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.lives import NEVER
+from streamrl.replay.records import Consumed
 from streamrl.replay.release_gate import ReleaseGate
 from streamrl.replay.releases.base import EARLIEST, Release
 from streamrl.replay.releases.just_in_time import KEPT_GROUPS, LEAST_GROUPS, JustInTime, Timing
@@ -225,6 +227,20 @@ def test_a_publish_interval_leaves_the_steps_before_it_free() -> None:
     assert held.limit == 2 * (5 + 3 + 1)
 
 
+def test_a_step_is_as_many_groups_as_the_last_steps_had_new_ones() -> None:
+    held, _ = gate(10.0)  # at step 6, groups below 12 are settled
+    for step in range(1, 5):  # of four groups, of which three, two, three and two are new
+        reused = (1,) if step % 2 else (1, 2)
+        held.record(Consumed(step=step, group_ids=(1, 2, 3, 4), reused=reused))
+    held.tick(20.0)
+    assert held.limit == 12 + math.ceil(2 * 2.5)
+    held.tick(22.0)
+    assert held.limit == 12 + math.ceil(3 * 2.5)
+    held._release.seconds = EARLIEST
+    held.tick(23.0)
+    assert held.limit == NEVER
+
+
 def test_steps_that_are_delivered_again_come_first() -> None:
     held, _ = gate(10.0)
     held.began(2, {})
@@ -290,6 +306,22 @@ def test_no_whim_of_a_policy_breaks_the_bound_or_the_order_or_stops_a_run(monkey
     monkeypatch.setattr(release_gate, "STEPS", 1)
     run_state_machine_as_test(HeldBack, settings=SCHEDULES)
     assert HeldBack.held > 20
+
+
+class HeldBackReuse(HeldBack, ReuseSchedule):
+    """Groups are trained again, too; the bound is as drawn."""
+
+    @staticmethod
+    def make(config: Config) -> Buffer:
+        replay = config.replay.model_copy(update={"release": f"{__name__}:Whims"})
+        return make_buffer(config.model_copy(update={"replay": replay}))
+
+
+def test_no_whim_breaks_what_is_promised_of_groups_that_are_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release_gate, "STEPS", 1)
+    held = HeldBack.held
+    run_state_machine_as_test(HeldBackReuse, settings=SCHEDULES)
+    assert HeldBackReuse.held - held > 20
 
 
 def test_a_gate_that_does_not_look_at_the_learner_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -15,11 +16,14 @@ from replay_schedule import Schedule
 from test_buffer import NEW, SCHEDULES, complete, issue_all, written
 
 from streamrl.config import Config
+from streamrl.lab.audit.findings import Findings
+from streamrl.lab.audit.history import History
+from streamrl.lab.audit.reuse import Sizes
 from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.history import Contents
 from streamrl.replay.records import Consumed, Snapshot
 from streamrl.replay.reuse import Reuse
-from streamrl.types import Group, PolicyVersion
+from streamrl.types import Batch, Group, PolicyVersion
 
 
 class ReuseSchedule(Schedule):
@@ -59,6 +63,23 @@ class ReuseSchedule(Schedule):
             assert step - oldest.step <= replay.reuse_bound, "too old to be trained again"
         if replay.order == "fifo":
             assert list(fresh) == list(range(len(earlier), len(earlier) + len(fresh)))
+
+    def teardown(self) -> None:
+        """And the audit counts what was trained again, and finds nothing to say about it."""
+        super().teardown()
+        if not hasattr(self, "buffer"):
+            return
+        ends = {step: str(PolicyVersion(step + 1, self.incarnation)) for step in self.trained}
+        history, findings = History(self.config, ends), Findings(bound=self.buffer.order.worst_staleness)
+        for step, groups in sorted(self.trained.items()):
+            history.check(Batch(step=step, groups=tuple(groups.values())), findings)
+        uses = Counter(group_id for groups in self.trained.values() for group_id in groups)
+        assert findings.problems == []
+        assert findings.reused == sum(uses.values()) - len(uses)
+        if self.journalled:
+            sizes = Sizes(self.config.replay)
+            records = [each[0] if isinstance(each, tuple) else each for each in (*self.sealed, *self.journal)]
+            assert [problem for record in records for problem in sizes.add(record)] == []
 
     @precondition(lambda self: self.position in self.trained or self.position - 1 in self.trained)
     @rule(data=st.data())

@@ -67,7 +67,7 @@ def audit(run_folder: Path, config: Config, tolerance: float | None = None) -> F
             f"{findings.inexact} trained tokens are stamped inexact, which only publish.interruption=in_place leaves"
         )
     if config.replay.reuse > 1:
-        findings.problems += unmeasured(run_folder / "journal", config.replay)
+        findings.problems += unmeasured(run_folder / "journal", config.replay, whole=findings.first == 0)
     _check_metrics(run_folder, findings)
     check_versions(kept_versions(run_folder), tokens, config, findings)
     findings.limits = derived(limits_of(config), of_rounding(findings.rounded), tolerance)
@@ -122,12 +122,14 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
     rows = [row for row in read_metrics(run_folder) if row["step"] > findings.first]
     tokens = sum(int(row["tokens/trained"]) for row in rows)
     quarantined = sum(int(row.get("quarantined", 0)) for row in rows)
+    again = sum(int(row.get("replay/reused", 0)) for row in rows)
     worst = max((int(row["staleness/max"]) for row in rows), default=0)
     for what, reported, found in (
         ("steps", len(rows), findings.batches),
         ("trained tokens", tokens, findings.trained),
         ("quarantined groups", quarantined, findings.quarantined),
         ("staleness/max", worst, findings.staleness),
+        ("groups trained again", again, findings.reused),
     ):
         if reported != found:
             findings.problems.append(f"metrics.jsonl says {reported} {what}, the journal {found}")

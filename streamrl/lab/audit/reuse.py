@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from streamrl.config.replay import ReplayConfig
 from streamrl.replay.history import read_journal
-from streamrl.replay.records import Consumed, Measured
+from streamrl.replay.records import AnyRecord, Began, Consumed, Lost, Measured
+from streamrl.replay.segments import Opening
 from streamrl.types import Batch, Group
 
 
@@ -64,25 +65,63 @@ class Uses:
                 yield batch.step - oldest.step, bound
 
 
-def unmeasured(folder: Path, replay: ReplayConfig) -> Iterator[str]:
+class Sizes:
+    """The effective sample sizes by which groups were trained again, from the records of a journal in their order.
+
+    What is a use again follows from the batches: that the service calls it one is only compared.
+    """
+
+    def __init__(self, replay: ReplayConfig, *, whole: bool = True) -> None:
+        """`whole`: the journal has every step; otherwise a group may have been trained before it begins."""
+        self._least = replay.reuse_min_ess
+        self._whole = whole
+        self._steps: dict[int, tuple[int, ...]] = {}  # of the surviving history: their groups
+        self._uses: dict[int, list[int]] = {}  # group id: these steps that had it
+        self._told: dict[int, float | None] = {}  # group id: its size at the last of them, None for an unknown one
+
+    def add(self, record: AnyRecord) -> Iterator[str]:
+        """The next record. Yields what is wrong with it."""
+        match record:
+            case Consumed(step=step, group_ids=group_ids, reused=reused):
+                self._undo(step)
+                yield from self._problems(step, group_ids, frozenset(reused))
+                self._steps[step] = group_ids
+                for group_id in group_ids:
+                    self._uses.setdefault(group_id, []).append(step)
+                    self._told[group_id] = None
+            case Measured(step=step, ess=values):
+                newest = zip(self._steps.get(step, ()), values, strict=False)
+                self._told |= {group_id: ess for group_id, ess in newest if self._uses[group_id][-1] == step}
+            case Lost(step=step) | Began(next_step=step):
+                self._undo(step)
+
+    def _problems(self, step: int, group_ids: tuple[int, ...], reused: Set[int]) -> Iterator[str]:
+        again = {group_id for group_id in group_ids if group_id in self._uses}
+        for group_id in sorted(again):
+            if (ess := self._told[group_id]) is None or ess < self._least:
+                yield f"step {step} trained group {group_id} again, effective sample size {ess}"
+        if again != reused and (self._whole or not again <= reused):
+            yield f"step {step} trained {len(again)} groups that an earlier step had, its record names {len(reused)}"
+
+    def _undo(self, first: int) -> None:
+        """The steps from `first` on are put together again; what they had measured counts no more."""
+        for step in [step for step in self._steps if step >= first]:
+            for group_id in self._steps.pop(step):
+                self._told[group_id] = None
+                self._uses[group_id].remove(step)
+                if not self._uses[group_id]:
+                    del self._uses[group_id]
+
+
+def unmeasured(folder: Path, replay: ReplayConfig, *, whole: bool) -> Iterator[str]:
     """Which groups were trained again though their effective sample size was too small, or not known.
 
-    `folder`: of the journal; what it has no earlier step of is passed over.
+    `folder`: of the journal; `whole`: as `Sizes` takes it.
     """
-    steps: dict[int, tuple[int, ...]] = {}
-    known: set[int] = set()
-    told: dict[int, float | None] = {}
+    sizes = Sizes(replay, whole=whole)
     for entry in read_journal(folder):
-        match entry.record:
-            case Consumed(step=step, group_ids=group_ids, reused=reused):
-                for group_id in known.intersection(reused):
-                    if (ess := told.get(group_id)) is None or ess < replay.reuse_min_ess:
-                        yield f"step {step} trained group {group_id} again, effective sample size {ess}"
-                steps[step] = group_ids
-                known.update(group_ids)
-                told |= dict.fromkeys(group_ids)
-            case Measured(step=step, ess=values):
-                told |= dict(zip(steps.get(step, ()), values, strict=False))
+        if not isinstance(entry.record, Opening):
+            yield from sizes.add(entry.record)
 
 
 def _nth(number: int) -> str:

@@ -52,7 +52,6 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
             print(f"streamrl: interrupted; this goes on with it: {from_here()}{again}", file=sys.stderr)
             return INTERRUPTED
     else:
-        sweep.folder.mkdir(parents=True, exist_ok=True)
         print(to_do(sweep, jobs), flush=True)
     incomplete = _conclude(sweep, jobs)
     if failed:
@@ -74,8 +73,11 @@ def _run(sweep: Sweep, jobs: Sequence[Job], train: Train, *, fresh: bool) -> lis
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
     """The folder of a sweep, for one process alone. Raises ConfigError where another one runs the sweep."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    claim = locked(folder.parent / f".{folder.name}.lock")  # beside it, as the folder may be renamed
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        claim = locked(folder.parent / f".{folder.name}.lock")  # beside it, as the folder may be renamed
+    except OSError as error:
+        raise ConfigError(f"folder: {folder}: {error.strerror}; allowed: a folder that may be written") from None
     if claim is None:
         raise ConfigError(f"name: {folder} is in use by another `streamrl sweep`; allowed: another name")
     try:
@@ -98,7 +100,6 @@ def _check(jobs: Sequence[Job], *, fresh: bool) -> None:
 def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
     """Print and write the results. Returns whether runs are missing in them."""
     outcomes = results.collect(sweep, jobs)
-    results.save(sweep, outcomes)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -106,6 +107,12 @@ def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
     missing = results.missing(outcomes)
     for line in missing:
         print(line)
-    for picture in (sweep.folder / "results.json", sweep.folder / "results.md", *plots.draw(sweep, outcomes)):
-        print(f"  {picture}")
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+        results.save(sweep, outcomes)
+        for file in (sweep.folder / "results.json", sweep.folder / "results.md", *plots.draw(sweep, outcomes)):
+            print(f"  {file}")
+    except OSError as error:  # of another user, whose runs may be read
+        print(f"streamrl: {error.filename or sweep.folder}: not written: {error.strerror}", file=sys.stderr)
+        return True
     return bool(missing)

@@ -10,6 +10,8 @@ baseline: max_staleness_0-plain           what the others are compared with; the
                                           `points`: each with that of the same grid values
 target: 0.8                               a reward; what it takes each point until then
 columns: [reward, KL]                     figures in the tables, of those in results.json
+ratios: [KL]                              figures whose ratios to the baseline are in a table as well
+minutes: 10                               of a run, about: said beforehand, as long as no run has been timed
 seeds: [1, 2, 3]
 """
 
@@ -32,7 +34,9 @@ from streamrl.config.positions import OVERRIDE
 from streamrl.lab.sweep.figures import COLUMNS, FIGURES
 from streamrl.model_dtype import with_dtype
 
-KEYS = ("name", "folder", "base", "set", "grid", "points", "baseline", "target", "columns", "seeds")
+KEYS = (
+    "name", "folder", "base", "set", "grid", "points", "baseline", "target", "columns", "ratios", "minutes", "seeds",
+)  # fmt: skip
 
 OWN = ("run.seed", "run.name", "run.folder")  # what the sweep itself gives to each run
 
@@ -84,6 +88,8 @@ class Sweep:
     baseline: str  # the point that the others are compared with, or one of `points`, under the same grid values
     target: float | None  # a reward; None: tokens are not counted
     columns: tuple[str, ...]  # of the tables: names of figures
+    ratios: tuple[str, ...]  # figures that are compared by their ratios to the baseline's
+    minutes: float | None  # of a run, about; None: not known beforehand
     seeds: tuple[int, ...]
 
     def jobs(self, *, fresh: bool = False) -> list[Job]:
@@ -137,8 +143,10 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         axis=next(iter(grid), "point"),
         points=expanded,
         baseline=baseline or expanded[0].name,
-        target=_target(tree),
-        columns=_columns(tree),
+        target=_number(tree, "target", "a reward, a number"),
+        columns=_figures(tree, "columns", list(COLUMNS)),
+        ratios=_figures(tree, "ratios", []),
+        minutes=_number(tree, "minutes", "minutes of a run, a number > 0", above=0.0),
         seeds=_seeds(tree),
     )
 
@@ -259,22 +267,22 @@ def _check_baselines(expanded: Sequence[Point], points: Sequence[dict[str, Any]]
         raise ConfigError(f"baseline: {unknown[0]} is no point; allowed: {', '.join(allowed)}")
 
 
-def _target(tree: Mapping[str, Any]) -> float | None:
-    target = tree.get("target")
-    if target is None:
+def _number(tree: Mapping[str, Any], key: str, allowed: str, *, above: float = -math.inf) -> float | None:
+    value = tree.get(key)
+    if value is None:
         return None
-    if isinstance(target, bool) or not isinstance(target, int | float) or not math.isfinite(target):
-        raise ConfigError(f"target: {target!r} is not allowed; allowed: a reward, a number")
-    return float(target)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+        raise ConfigError(f"{key}: {value!r} is not allowed; allowed: {allowed}")
+    return float(value)
 
 
-def _columns(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    columns, names = tree.get("columns", list(COLUMNS)), [figure.name for figure in FIGURES]
-    if not isinstance(columns, list) or not columns or len(set(map(str, columns))) < len(columns):
-        raise ConfigError(f"columns: {columns!r} is not allowed; allowed: a list of different figures")
-    if unknown := [name for name in columns if name not in names]:
-        raise ConfigError(f"columns: {unknown[0]!r} is no figure; allowed: {', '.join(names)}")
-    return tuple(columns)
+def _figures(tree: Mapping[str, Any], key: str, default: list[str]) -> tuple[str, ...]:
+    figures, names = tree.get(key, default), [figure.name for figure in FIGURES]
+    if not isinstance(figures, list) or (default and not figures) or len(set(map(str, figures))) < len(figures):
+        raise ConfigError(f"{key}: {figures!r} is not allowed; allowed: a list of different figures")
+    if unknown := [name for name in figures if name not in names]:
+        raise ConfigError(f"{key}: {unknown[0]!r} is no figure; allowed: {', '.join(names)}")
+    return tuple(figures)
 
 
 def _seeds(tree: Mapping[str, Any]) -> tuple[int, ...]:

@@ -34,17 +34,21 @@ def in_words(seconds: float) -> str:
     return f"about {seconds / 3600:.1f} hours"
 
 
-def summary(runs: int, done: int, seconds: float | None) -> str:
-    """What there is to do, before it begins.
+def summary(runs: int, done: int, seconds: float | None, minutes: float | None = None) -> str:
+    """What there is to do, before it begins. `minutes`: of a run, about, as the sweep's file says.
 
     >>> summary(80, 16, 5430.0)
     '80 runs, 16 done; about 90 minutes by the time of the finished ones'
     >>> summary(80, 0, None)
     '80 runs, 0 done; how long they take is known when the first one ends'
+    >>> summary(15, 0, None, minutes=10)
+    '15 runs, 0 done; about 2.5 hours, at 10 minutes a run as its file says'
     """
     counted = f"{runs} runs, {done} done"
     if done == runs:
         return counted
-    if seconds is None:
-        return f"{counted}; how long they take is known when the first one ends"
-    return f"{counted}; {in_words(seconds)} by the time of the finished ones"
+    if seconds is not None:
+        return f"{counted}; {in_words(seconds)} by the time of the finished ones"
+    if minutes is not None:
+        return f"{counted}; {in_words(60 * minutes * (runs - done))}, at {minutes:g} minutes a run as its file says"
+    return f"{counted}; how long they take is known when the first one ends"

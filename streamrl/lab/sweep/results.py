@@ -34,7 +34,7 @@ class Outcome:
 
 
 def in_table(columns: Sequence[str], target: float | None) -> tuple[str, ...]:
-    """Names of the figures that a table of points has."""
+    """Names of the figures that a table of points has, or one of their ratios."""
     return tuple(columns) if target is None else (*columns, *TO_TARGET)
 
 
@@ -95,6 +95,7 @@ def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
         "baseline": sweep.baseline,
         "target": sweep.target,
         "columns": list(sweep.columns),
+        "ratios": list(sweep.ratios),
         "seeds": list(sweep.seeds),
         "figures": meanings,
         "points": [_as_json(outcome, runs[outcome.point.baseline]) for outcome in outcomes],
@@ -114,8 +115,8 @@ def _compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[tuple[str, list
     runs, baselines = _runs(outcomes), {each.point.name: each.point.baseline for each in outcomes}
     baseline = sweep.baseline if sweep.baseline in runs else f"{sweep.baseline} of the same grid values"
     found = [(difference_legend(baseline), difference_cells(baselines, runs))]
-    if sweep.target is not None:
-        found.append((ratio_legend(baseline, sweep.target), ratio_cells(baselines, runs)))
+    if compared := in_table(sweep.ratios, sweep.target):
+        found.append((ratio_legend(baseline, sweep.target), ratio_cells(baselines, runs, compared)))
     return [(legend, cells) for legend, cells in found if cells]
 
 
@@ -160,11 +161,12 @@ def difference_legend(baseline: str) -> str:
     )
 
 
-def ratio_legend(baseline: str, target: float) -> str:
+def ratio_legend(baseline: str, target: float | None) -> str:
     """What the ratios are of."""
+    taken = "" if target is None else f", where both reach a reward of {target:g} for what it took"
     return (
-        f"ratio to {baseline} with the same seed of what a reward of {target:g} took: geometric mean over the seeds "
-        "where both reach it, the ends of its 95 % confidence interval (Student), and those of the bootstrap"
+        f"ratio to {baseline} with the same seed: geometric mean over the seeds{taken}, the ends of its 95 % "
+        "confidence interval (Student), and those of the bootstrap"
     )
 
 
@@ -193,16 +195,16 @@ def difference_cells(baselines: Mapping[str, str], points: Mapping[str, Runs]) -
     return _with_head(COMPARED, rows)
 
 
-def ratio_cells(baselines: Mapping[str, str], points: Mapping[str, Runs]) -> list[list[str]]:
-    """The same of what the target took, and of how many seeds; empty where no point has one with its baseline."""
+def ratio_cells(baselines: Mapping[str, str], points: Mapping[str, Runs], figures: Sequence[str]) -> list[list[str]]:
+    """The same of ratios of these figures, and of how many seeds; empty where no point has one with its baseline."""
     rows = []
     for name, baseline, runs in _others(baselines, points):
-        found = [ratio(_by_seed(runs, figure), _by_seed(baseline, figure)) for figure in TO_TARGET]
+        found = [ratio(_by_seed(runs, figure), _by_seed(baseline, figure)) for figure in figures]
         if seeds := [each.seeds for each in found if each]:
             rows.append(
                 [name, str(max(seeds)), *(cell for each in found for cell in (each.cells() if each else "---"))]
             )
-    return _with_head(tuple(TO_TARGET), rows)
+    return _with_head(figures, rows)
 
 
 def _others(baselines: Mapping[str, str], points: Mapping[str, Runs]) -> Iterator[tuple[str, Runs, Runs]]:

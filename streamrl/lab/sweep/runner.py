@@ -76,7 +76,7 @@ def _run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train, bar: Bar) -> list
 
 def to_do(sweep: Sweep, jobs: Sequence[Job]) -> str:
     """A line: how many runs there are, how many are done, and how long the others will take."""
-    return remaining.summary(len(jobs), sum(is_done(job) for job in jobs), seconds_left(sweep, jobs))
+    return remaining.summary(len(jobs), sum(map(is_done, jobs)), seconds_left(sweep, jobs), sweep.minutes)
 
 
 def seconds_left(sweep: Sweep, jobs: Sequence[Job]) -> float | None:
