@@ -6,7 +6,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,31 +76,50 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The choice against the best of others, over rounds in which each ran once."""
+class Estimate:
+    """A ratio with its 95 % interval, of the bootstrap: rounds are resampled whole."""
 
-    best: Overrides
-    ratio: float  # of the medians of tokens/s, the choice over the best
-    low: float  # of its 95 % interval
+    value: float
+    low: float
     high: float
 
+    @classmethod
+    def of(cls, ratio: Callable[[Sequence[int]], float], rounds: int, seed: int = 0) -> Estimate:
+        """`ratio` of the rounds with these places."""
+        rng, places = random.Random(seed), range(rounds)
+        drawn = sorted(ratio(rng.choices(places, k=rounds)) for _ in range(RESAMPLES))
+        return cls(ratio(places), drawn[math.floor(0.025 * RESAMPLES)], drawn[math.ceil(0.975 * RESAMPLES) - 1])
 
-def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]], seed: int = 0) -> Verdict:
-    """`choice`, and each of the others: tokens/s by round. The interval resamples rounds whole (bootstrap).
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} .. {self.high:.3f})"
 
-    >>> verdict([90.0, 92.0], {("a=1",): [100.0, 100.0], ("a=2",): [50.0, 60.0]}).ratio
-    0.91
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The choice against the best of others, over rounds in which each ran once: tokens/s of it over the best's."""
+
+    best: Overrides
+    of_medians: Estimate
+    in_rounds: Estimate  # the median of the rounds' ratios: what the machine does besides meets both alike
+
+
+def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]]) -> Verdict:
+    """`choice`, and each of the others: tokens/s by round.
+
+    >>> found = verdict([90.0, 92.0], {("a=1",): [100.0, 80.0], ("a=2",): [50.0, 60.0]})
+    >>> found.best, round(found.of_medians.value, 3), round(found.in_rounds.value, 3)
+    (('a=1',), 1.011, 1.025)
     """
     best = max(others, key=lambda each: statistics.median(others[each]))
-    rng, rounds = random.Random(seed), range(len(choice))
+    theirs = others[best]
 
-    def ratio(places: Sequence[int]) -> float:
-        own, other = ([values[place] for place in places] for values in (choice, others[best]))
-        return statistics.median(own) / statistics.median(other)
+    def of_medians(rounds: Sequence[int]) -> float:
+        return statistics.median(choice[each] for each in rounds) / statistics.median(theirs[each] for each in rounds)
 
-    drawn = sorted(ratio(rng.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
-    low, high = drawn[math.floor(0.025 * RESAMPLES)], drawn[math.ceil(0.975 * RESAMPLES) - 1]
-    return Verdict(best, ratio(rounds), low, high)
+    def in_rounds(rounds: Sequence[int]) -> float:
+        return statistics.median(choice[each] / theirs[each] for each in rounds)
+
+    return Verdict(best, *(Estimate.of(ratio, len(choice)) for ratio in (of_medians, in_rounds)))
 
 
 @dataclass(frozen=True, slots=True)

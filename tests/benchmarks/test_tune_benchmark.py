@@ -54,13 +54,20 @@ def test_an_interrupted_write_costs_its_own_line_alone(tmp_path: Path) -> None:
 
 def test_a_comparison_leaves_the_choice_out_of_the_others() -> None:
     found = Comparison.of("", ("mine",), {("mine",): [100.0, 100.0], ("theirs",): [50.0, 50.0]})
-    assert (found.verdict.best, found.verdict.ratio) == (("theirs",), 2.0)
+    assert (found.verdict.best, found.verdict.of_medians.value) == (("theirs",), 2.0)
 
 
 def test_a_choice_is_judged_against_the_best_median() -> None:
     rates = {("slow",): [50.0, 60.0, 55.0], ("fast",): [100.0, 110.0, 90.0]}
     judged = verdict([95.0, 104.5, 85.5], rates)
     assert judged.best == ("fast",)
-    assert judged.ratio == pytest.approx(0.95)
-    assert judged.low <= judged.ratio <= judged.high
-    assert judged.low == pytest.approx(0.95)  # each round has the same ratio: the machine's own drift is in none
+    for found in (judged.of_medians, judged.in_rounds):
+        assert found.value == pytest.approx(0.95)
+        assert found.low <= found.value <= found.high
+        assert found.low == pytest.approx(0.95)  # each round has the same ratio: the machine's own drift is in none
+
+
+def test_a_machine_that_was_faster_for_a_while_moves_the_medians_and_not_the_ratios_of_rounds() -> None:
+    judged = verdict([50.0, 52.0, 98.0, 97.0], {("theirs",): [50.0, 66.0, 82.0, 98.0]})
+    assert judged.of_medians.value == pytest.approx(74.5 / 74)
+    assert judged.in_rounds.value == pytest.approx((1.0 + 97 / 98) / 2)

@@ -64,13 +64,18 @@ class ReuseSchedule(Schedule):
         if replay.order == "fifo":
             assert list(fresh) == list(range(len(earlier), len(earlier) + len(fresh)))
 
+    @property
+    def audited(self) -> Config:
+        """With which the buffer was made."""
+        return self.config
+
     def teardown(self) -> None:
         """And the audit counts what was trained again, and finds nothing to say about it."""
         super().teardown()
         if not hasattr(self, "buffer"):
             return
         ends = {step: str(PolicyVersion(step + 1, self.incarnation)) for step in self.trained}
-        history, findings = History(self.config, ends), Findings(bound=self.buffer.order.worst_staleness)
+        history, findings = History(self.audited, ends), Findings(bound=self.buffer.order.worst_staleness)
         for step, groups in sorted(self.trained.items()):
             history.check(Batch(step=step, groups=tuple(groups.values())), findings)
         uses = Counter(group_id for groups in self.trained.values() for group_id in groups)

@@ -113,6 +113,6 @@ def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
         for file in (sweep.folder / "results.json", sweep.folder / "results.md", *plots.draw(sweep, outcomes)):
             print(f"  {file}")
     except OSError as error:  # of another user, whose runs may be read
-        print(f"streamrl: {error.filename or sweep.folder}: not written: {error.strerror}", file=sys.stderr)
+        print(f"streamrl: {sweep.folder}: its results are not written: {error.strerror}", file=sys.stderr)
         return True
     return bool(missing)
