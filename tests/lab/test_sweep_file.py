@@ -36,7 +36,7 @@ def test_every_experiment_expands_and_every_point_is_a_valid_configuration_with_
 def test_there_is_an_experiment_of_each_kind():
     names = {file.stem for file in EXPERIMENTS}
     of_staleness = {"corrections", "corrections_pretrained", "freshness", "reuse", "staleness"}
-    assert names == {"group_size", "interruption", "order", "publish_interval", "scoring"} | of_staleness
+    assert names == {"group_size", "interruption", "mixed_ages", "order", "publish_interval", "scoring"} | of_staleness
 
 
 def test_each_correction_changes_one_setting_of_the_default_or_of_the_recomputed_proximal_policy():
