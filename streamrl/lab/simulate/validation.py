@@ -42,7 +42,11 @@ RUN_TIMEOUT = 1800.0  # seconds that one run may take
 SAME = (
     "generate.workers=1", "generate.pools=[]", "generate.probes=0", "publish.keep_every=0", "observe.console=false",
     "observe.wandb=off", "journal.keep=all", "checkpoint.every=0", "learner.optimizer.lr=1e-12",
+    "learner.optimizer.min_lr=0",
 )  # fmt: skip
+
+# In the place of the one server that all runs attach to, before it is started.
+ANY_SERVER = ("generate.attach=[http://127.0.0.1:1]",)
 
 # The second calibration run has so many times fewer groups in flight: different loads alone tell what a decoding step
 # costs from what a sample of it costs.
@@ -95,7 +99,9 @@ def fewer(config: Config) -> list[str]:
     own = without_lag(config, config.generate)
     key = "requests_in_flight" if own.by_sample else "groups_in_flight"
     now = most_requests(config, own) if own.by_sample else own.groups_in_flight
-    return ["generate.lag=null", f"generate.{key}={max(1, now // FEWER)}"]
+    few = max(1, now // FEWER)
+    least = ["generate.least_in_flight=0"] if own.least_in_flight > few else []
+    return ["generate.lag=null", f"generate.{key}={few}", *least]
 
 
 def validate(
@@ -118,7 +124,8 @@ def validate(
         config = with_dtype(with_local_models(config_file.load(config_path, overrides)), fresh=True)
         preflight.check(config)
         others = settings(config)[:count]
-        for setting in others:
+        few = fewer(config)
+        for setting in ((), few, *others):
             _check(config_path, overrides, setting)
         with Bar("validate", "runs", 2 + 2 * len(others)) as bar, serving(config, folder) as server:  # one for all runs
             pin(server.pid, halves[0])
@@ -126,7 +133,7 @@ def validate(
             common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
             run = partial(_measure, config_path, folder, halves, bar)
             own, first = run([*common, "run.name=calibration"])
-            run([*common, *fewer(config), "run.name=few-in-flight"])
+            run([*common, *few, "run.name=few-in-flight"])
             model = calibrate([folder / "calibration", folder / "few-in-flight"])
             compared = [_compare("the calibration run", own, model, first)]
             before = first
@@ -140,11 +147,12 @@ def validate(
 
 
 def _check(config_path: Path, overrides: Sequence[str], setting: Sequence[str]) -> None:
-    """Raises ConfigError for a setting that is no valid configuration."""
+    """Raises ConfigError for a setting that is no valid configuration; `()`: the calibration run's."""
     try:
-        config_file.load(config_path, [*overrides, *SAME, *setting])
+        config_file.load(config_path, [*overrides, *SAME, *ANY_SERVER, *setting])
     except ConfigError as error:
-        lines = (f"--validate: {' '.join(setting)}: {line.removeprefix(OVERRIDE)}" for line in error.lines)
+        which = f"{' '.join(setting)}: " if setting else ""
+        lines = (f"--validate: {which}{line.removeprefix(OVERRIDE)}" for line in error.lines)
         raise ConfigError("\n".join(lines)) from None
 
 
