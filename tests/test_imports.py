@@ -122,7 +122,7 @@ BESIDE_RECORDS = {
     "report": {"algo.advantages"},
     "retrain": {"engine.hardware", "learner.role", "learner_environment", "preflight"},
     "simulate": {"engine.server", "lifeline", "model_dtype", "preflight", "replay.core", "stream.messages"},
-    "tune": {"engine.hardware", "model_dtype", "preflight"},
+    "tune": {"engine.hardware", "model_dtype", "preflight", "trainable"},
     "top": set(),
     "top_endpoint": set(),
     "trace": set(),

@@ -20,11 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.positions import OVERRIDE
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.hub.model import with_local_models
+from streamrl.lab.simulate.calibration import recorded_groups
 from streamrl.lab.simulate.figures import WARM_UP
 from streamrl.lab.simulate.on_cores import Cores, RunEndedError, run_command
 from streamrl.lab.simulate.validation import SAME, fewer
@@ -34,6 +37,7 @@ from streamrl.model_dtype import with_dtype
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
+from streamrl.trainable import answer_length
 
 ALONE_STEPS = 8  # learner steps of each measurement of the learner alone, of which the first ones do not count
 
@@ -77,8 +81,9 @@ class Calibration:
             raise ConfigError(f"--steps: {self.steps} are too few to calibrate; allowed: above {WARM_UP + 1}")
         self._config = self._load("calibration", ())
         for name, more in self._wanted():
+            config = self._load(name, more)
             if (run := self.folder / name / RECORD).exists():
-                changed = config_file.changed(load_run(run.parent), absolute(with_local_models(self._load(name, more))))
+                changed = config_file.changed(load_run(run.parent), absolute(with_local_models(config)))
                 if other := [key for key in changed if key not in SAME_RUN]:
                     raise ConfigError(
                         f"--folder: {run.parent} was run with another {other[0]}; allowed: that one, or another folder"
@@ -101,9 +106,18 @@ class Calibration:
             yield f"  done before: {', '.join(done)}"
 
     def run(self) -> Measured:
-        """Raises RunEndedError where a run of the whole loop fails, or the budget is used up."""
+        """Raises RunEndedError where a run of the whole loop fails, or the budget is used up.
+
+        Raises ConfigError where nothing can be written, before anything is started.
+        """
         self._deadline = time.monotonic() + self.budget
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._log.open("ab").close()
+        except OSError as error:
+            raise ConfigError(
+                f"--folder: {self.folder}: {error.strerror}; allowed: a folder that can be written"
+            ) from None
         with Bar("calibrate", "runs", 2 + len(MICRO_BATCHES) + 1 + len(self.ranks)) as bar:
             for name, more in self._wanted():
                 if not self._is_done(name, more):
@@ -133,11 +147,16 @@ class Calibration:
         command = [sys.executable, "-m", "streamrl.cli", "train", str(self.path), "--fresh", *self._words(name, more)]
         self._run(command)
 
+    @property
+    def _log(self) -> Path:
+        """What the runs print."""
+        return self.folder / "runs.log"
+
     def _run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise RunEndedError(f"--budget: {self.budget:,.0f} s are used up; the same command goes on with the rest")
-        run_command(command, self.folder / "runs.log", left, cores_of(self._config), environment)
+        run_command(command, self._log, left, cores_of(self._config), environment)
 
     # -- the learner alone
 
@@ -145,12 +164,15 @@ class Calibration:
         own: Kind = (self._config.learner.ranks, self._config.learner.tokens_per_micro_batch)
         rows = list(read_metrics(self.folder / "calibration"))
         step_tokens = sum(row["tokens/trained"] for row in rows) / len(rows)
+        needed = tokens_needed(self.folder / "calibration", self._config)
         wanted = [(ranks, own[1]) for ranks in self.ranks]
         for share in MICRO_BATCHES:
             micro_batch = int(own[1] * share)
             if step_tokens / own[0] <= (enough := min(micro_batch, own[1])):
                 reason = f"a step has {step_tokens:,.0f} trained tokens, for which {enough} are enough"
                 measured.left_out.append(f"{MICRO_BATCH}={micro_batch}: {reason}")
+            elif micro_batch < own[1] and (line := too_small(micro_batch, needed) or self._refusal(micro_batch)):
+                measured.left_out.append(line)
             else:
                 wanted.append((own[0], micro_batch))
         if not wanted:
@@ -166,6 +188,16 @@ class Calibration:
                 said = str(error).splitlines()[-1].removeprefix("streamrl: ")
                 measured.left_out.append(f"learner.ranks={kind[0]} with {MICRO_BATCH}={kind[1]}: {said}")
             bar.advance()
+
+    def _refusal(self, micro_batch: int) -> str | None:
+        """What `train` would say of it, which knows prompts that no calibration run has asked; None: nothing."""
+        try:
+            config = self._load("calibration", [f"{MICRO_BATCH}={micro_batch}"])
+            preflight.check(with_local_models(config), fresh=True)
+        except ConfigError as error:
+            line = error.lines[0].removeprefix(OVERRIDE)
+            return line if line.startswith(MICRO_BATCH) else f"{MICRO_BATCH}={micro_batch}: {line}"
+        return None
 
     def _alone(self, kind: Kind) -> float:
         """Seconds of a token. Raises RunEndedError."""
@@ -186,14 +218,35 @@ class Calibration:
 
 
 def cores_of(config: Config) -> Cores | None:
-    """The cores of generation and those of the learner, by what each has threads for; None with GPUs, or one core."""
+    """The cores of generation and those of the learner, by what each has threads for.
+
+    None with GPUs, with one core, and where both take turns on the same ones.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    if has_cuda() or len(cores) < 2:
+    if has_cuda() or config.run.shares_devices or len(cores) < 2:
         return None
     rank, worker = used(config, "cores")
     share = worker / (worker + rank * config.learner.ranks)
     generating = min(len(cores) - 1, max(1, round(share * len(cores))))
     return set(cores[:generating]), set(cores[generating:])
+
+
+def tokens_needed(run_folder: Path, config: Config) -> int:
+    """Tokens of a micro batch that holds every recorded sequence, and a cut answer to the longest recorded prompt."""
+    prompt = sequence = 0
+    for group in recorded_groups(run_folder):
+        for sample in group.samples:
+            before = len(sample.prompt_ids)
+            prompt = max(prompt, before)
+            sequence = max(sequence, before + (answer_length(sample) or 0))
+    return max(sequence, prompt + config.generate.sampling.max_new_tokens - 1)
+
+
+def too_small(micro_batch: int, needed: int) -> str | None:
+    """The line of a micro batch that is left out because it does not hold so many tokens; None for one that does."""
+    if micro_batch >= needed:
+        return None
+    return f"{MICRO_BATCH}={micro_batch}: a prompt and its answer need up to {needed:,} tokens"
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
