@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -182,6 +183,44 @@ def test_no_setting_has_far_more_in_flight_than_any_calibration() -> None:
     few = space(*SMALL, oldest=8, seen=4)
     assert max(setting.in_flight for setting in settings(few) if setting != few.configured) == 16  # the configured one
     assert {setting.in_flight for setting in settings(few)} >= {1, 2, 8}
+
+
+def test_no_worker_has_far_more_in_flight_than_in_any_calibration() -> None:
+    found = space(*SMALL, oldest=8, seen=4, devices=Devices("cores", 5))
+    four = changed(found.configured, bound=8, in_flight=32, workers=4)
+    assert found.loaded(four) is not None
+    assert found.loaded(changed(four, workers=3)) is None  # 11 each
+    assert found.loaded(found.configured) is not None  # 16 on one worker, which is configured so
+    assert found.loaded(changed(found.configured, bound=8)) is None
+    line = "generate.groups_in_flight: more than 8 groups a worker are beyond 2 times those of the calibration"
+    assert line in found.left_out
+    assert all(found.loaded(found.setting(point)) is not None for point in found.begins())
+    assert not any("in_flight" in line for line in space(*SMALL, oldest=1, seen=8).left_out)
+
+
+def test_the_configured_setting_is_there_although_another_one_is_like_it() -> None:
+    found = space(oldest=8, seen=32)  # 32 groups in flight, and 24 slots
+    own = found.configured
+    assert found.loaded(own) is not None
+    assert found.setting(found.begins()[0]) == own
+    assert found.loaded(changed(own, bound=1)) is None
+
+
+def test_a_window_that_the_configured_order_has_no_use_for_is_none() -> None:
+    found = space(*SMALL, "replay.window=32")
+    own = found.configured
+    assert (own.window, found.overrides(own)) == (1, ())
+    assert 32 not in {setting.window for setting in settings(found)}
+    loaded = found.loaded(changed(own, window=8))
+    assert loaded is not None
+    assert (loaded.replay.order, loaded.replay.window) == ("windowed", 8)
+    wide = space(*SMALL, "replay.order=windowed", "replay.window=8")
+    assert wide.configured.window == 8
+    assert wide.overrides(changed(wide.configured, window=1)) == ("replay.order=fifo", "replay.window=1")
+
+
+def changed(setting: Setting, **values: float) -> Setting:
+    return replace(setting, **values)
 
 
 def test_other_learners_are_measured_or_assumed_by_name() -> None:

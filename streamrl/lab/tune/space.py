@@ -55,6 +55,9 @@ class Devices:
     unit: str
     count: int
 
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit}"
+
 
 def used(config: Config, unit: str) -> tuple[int, int]:
     """(of one learner rank, of one worker with its servers) in `cores` or `GPUs`."""
@@ -95,13 +98,16 @@ class Space:
         self._load = load
         self.config = config = load(())
         self.left_out: list[str] = []  # a line each
+        self.divided: Devices | None = devices  # None: the split stays as it is
         self._strict, self._wide = _orders(config)
+        self._is_strict = self._strict is not None and config.replay.chosen("order") is ORDERS.load(self._strict)
+        self._most = BEYOND * seen  # groups in flight of one worker
         bounds = self._bounds(oldest)
         splits = self._splits(devices)
         self._axes: dict[str, tuple[Any, ...]] = {
             "bound": bounds,
             "window": self._windows(),
-            "in_flight": self._in_flight(max(bounds), max(workers for workers, _ in splits), seen),
+            "in_flight": self._in_flight(max(bounds), [workers for workers, _ in splits]),
             "every": _sorted({*EVERY, config.publish.every}),
             "split": splits,
             "micro_batch": _sorted({config.learner.tokens_per_micro_batch, *micro_batches}),
@@ -132,7 +138,7 @@ class Space:
         config = self.config
         return Setting(
             bound=config.replay.max_staleness,
-            window=config.replay.window,
+            window=1 if self._is_strict else config.replay.window,
             in_flight=groups_in_flight(config) * config.generate.workers,
             every=config.publish.every,
             workers=config.generate.workers,
@@ -150,9 +156,10 @@ class Space:
         begins: list[Point] = [(bound, at["window"], at["in_flight"], at["every"], split, at["micro_batch"])]
         strict, often = self._nearest("window", 1), self._nearest("every", 1)
         for bound, value in enumerate(self._axes["bound"]):
-            half = self._nearest("in_flight", (value + 1) * self.config.replay.groups_per_step / 2)
-            places = range(len(splits)) if value == own.bound else (split,)
-            begins += [(bound, strict, half, often, place, at["micro_batch"]) for place in places]
+            half = (value + 1) * self.config.replay.groups_per_step / 2
+            for place in range(len(splits)) if value == own.bound else (split,):
+                in_flight = self._nearest("in_flight", half, most=self._most * splits[place][0])
+                begins.append((bound, strict, in_flight, often, place, at["micro_batch"]))
         return begins
 
     def overrides(self, setting: Setting) -> tuple[str, ...]:
@@ -169,16 +176,20 @@ class Space:
         return tuple(override(key, value) for key, value in keys.items() if value_at(self.config, key) != value)
 
     def loaded(self, setting: Setting, further: Sequence[str] = ()) -> Config | None:
-        """The configuration of a setting; None for one that cannot run, or is another one's double."""
-        values = self._axes["in_flight"]
-        below = [value for value in values if value < setting.in_flight]
+        """The configuration of a setting; None for one that cannot run, with too much in flight, or like another one.
+
+        The configured one may be like another one, and have any number in flight.
+        """
         try:
             config = self._load((*self.overrides(setting), *further))
         except ConfigError:
             return None
-        if setting.in_flight < setting.workers or (below and below[-1] >= config.replay.slots):
-            return None
-        return config
+        if setting == self.configured:
+            return config
+        below = [value for value in self._axes["in_flight"] if value < setting.in_flight]
+        like_another = bool(below) and below[-1] >= config.replay.slots
+        known = self._takes_all or math.ceil(setting.in_flight / setting.workers) <= self._most
+        return config if known and setting.in_flight >= setting.workers and not like_another else None
 
     # -- axes
 
@@ -195,15 +206,25 @@ class Space:
         if self._strict is None:
             self._leave("replay.window", f"replay.order={config.replay.order} is neither strict nor windowed")
             return (config.replay.window,)
-        return _sorted({1, max(1, step // 2), step, 2 * step, config.replay.window})
+        return _sorted({1, max(1, step // 2), step, 2 * step, self.configured.window})
 
-    def _in_flight(self, bound: float, workers: int, seen: int) -> tuple[int, ...]:
+    @property
+    def _takes_all(self) -> bool:
+        """As many requests are in flight as a server has room for."""
+        return self.config.generate.requests_in_flight == "auto"
+
+    def _in_flight(self, bound: float, workers: Sequence[int]) -> tuple[int, ...]:
+        """`workers`: of each split."""
         config, configured = self.config, self.configured.in_flight
-        if config.generate.requests_in_flight == "auto":
+        if self._takes_all:
             self._leave("generate.requests_in_flight", "auto takes as many as the KV cache allows")
             return (configured,)
         slots = math.floor((bound + 1) * config.replay.groups_per_step)
-        most = min(slots, BEYOND * seen * workers)
+        most = min(slots, self._most * max(workers))
+        if slots > self._most * min(workers):
+            key = "requests_in_flight" if config.generate.by_sample else "groups_in_flight"
+            reason = f"more than {self._most} groups a worker are beyond {BEYOND} times those of the calibration"
+            self._leave(f"generate.{key}", reason)
         values = {2**power for power in range(most.bit_length())} | {3 * 2**power for power in range(most.bit_length())}
         return _sorted({configured, most, *(value for value in values if value <= most)})
 
@@ -239,6 +260,7 @@ class Space:
 
     def _only_own(self, own: tuple[int, int], reason: str) -> tuple[tuple[int, int], ...]:
         self._leave("generate.workers, learner.ranks", reason)
+        self.divided = None
         return (own,)
 
     def _leave(self, key: str, reason: str) -> None:
@@ -249,11 +271,13 @@ class Space:
     def _order_keys(self, window: int) -> dict[str, Any]:
         if self._strict is None:
             return {}
+        if window == 1 and self._is_strict:  # whatever `window` says there
+            return {"replay.order": self.config.replay.order}
         return {"replay.order": self._strict if window == 1 else self._wide, "replay.window": window}
 
     def _in_flight_keys(self, setting: Setting) -> dict[str, Any]:
         own = self.config.generate
-        if own.requests_in_flight == "auto":
+        if self._takes_all:
             return {}
         groups = math.ceil(setting.in_flight / setting.workers)
         lag = {"generate.lag": None}
@@ -261,9 +285,11 @@ class Space:
             return {**lag, "generate.requests_in_flight": groups * own.group_size}
         return {**lag, "generate.groups_in_flight": groups}
 
-    def _nearest(self, axis: str, value: float) -> int:
+    def _nearest(self, axis: str, value: float, most: float = math.inf) -> int:
+        """The place of the nearest value up to `most`; of the first one where all are above it."""
         values = self._axes[axis]
-        return min(range(len(values)), key=lambda place: abs(values[place] - value))
+        places = [place for place, known in enumerate(values) if known <= most] or [0]
+        return min(places, key=lambda place: abs(values[place] - value))
 
 
 def _orders(config: Config) -> tuple[str | None, str]:
