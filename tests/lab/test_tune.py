@@ -252,6 +252,8 @@ def test_a_finished_run_is_tuned_and_nothing_is_started(
     assert "left out: learner.tokens_per_micro_batch: 4096 alone was measured" in said
     *_, command, last = said.splitlines()
     assert last == f"written: {written}"
+    assert "divided: 2 cores" in said.splitlines()
+    assert found["divided"] == {"unit": "cores", "count": 2}
     assert command.split(" train ")[1].split()[:2] == [str(run / "config.yaml"), "run.name=known-tuned"]
     assert found["choice"] in found["front"]
     assert max(each["bound"] for each in found["front"]) <= 1

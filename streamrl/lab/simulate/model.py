@@ -32,12 +32,19 @@ class Answers:
     """
 
     groups: tuple[RecordedGroup, ...]  # ascending steps
+    neighbours: int = NEIGHBOURS
+
+    @property
+    def last(self) -> Answers:
+        """The last third of the groups, NEIGHBOURS at least: one is drawn from all of them, whatever the step."""
+        count = max(NEIGHBOURS, math.ceil(len(self.groups) / 3))
+        return Answers(self.groups[-count:], neighbours=count)
 
     def draw(self, rng: random.Random, step: int, size: int, longest: int) -> RecordedGroup:
         """`size` samples of at most `longest` tokens, for a policy of `step`."""
         centre = bisect_left(self.groups, step, key=lambda group: group.step)
-        first = max(0, min(centre - NEIGHBOURS // 2, len(self.groups) - NEIGHBOURS))
-        group = self.groups[rng.randrange(first, min(first + NEIGHBOURS, len(self.groups)))]
+        first = max(0, min(centre - self.neighbours // 2, len(self.groups) - self.neighbours))
+        group = self.groups[rng.randrange(first, min(first + self.neighbours, len(self.groups)))]
         places = list(range(len(group.lengths)))
         chosen = rng.sample(places, size) if size <= len(places) else rng.choices(places, k=size)
         return RecordedGroup(

@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.config.file import parse_yaml
+from streamrl.config.file import BASE, ConfigError, parse_yaml
 from streamrl.lab.output import check_file
 from streamrl.lab.simulate.command import WIDTH, print_model
 from streamrl.lab.simulate.figures import Figures
@@ -23,6 +23,7 @@ from streamrl.lab.simulate.on_cores import RunEndedError
 from streamrl.lab.tune.search import Found, Rule, limit
 from streamrl.lab.tune.space import Setting, Space
 from streamrl.lab.tune.tuned import Limits, Runs, Source, Tuned, tuned
+from streamrl.places import RECORD
 
 
 def main(
@@ -39,6 +40,9 @@ def main(
     check_file("--output", output, (".yaml", ".yml"))
     check_file("--json", figures)
     source = Source.of(path, overrides)
+    source.load()  # its files can be read
+    for flag, file in (("--output", output), ("--json", figures)):
+        _check_overwritten(flag, file, source)
     try:
         found = tuned(source, rule, limits, runs)
     except RunEndedError as failure:
@@ -51,6 +55,33 @@ def main(
     if figures is not None:
         figures.write_text(json.dumps(as_json(found, rule), indent=1) + "\n")
     return 0
+
+
+def _check_overwritten(flag: str, file: Path | None, source: Source) -> None:
+    """Refuse a file that is read, or that says what a run is. Raises ConfigError."""
+    if file is None or not file.exists():
+        return
+    own, *bases = files_of(source.path)
+    if file.samefile(own):
+        raise ConfigError(f"{flag}: {file} is the configuration that is tuned; allowed: another file")
+    if any(file.samefile(base) for base in bases):
+        raise ConfigError(f"{flag}: {file} is a base of {source.path}; allowed: another file")
+    actual = file.resolve()
+    if actual.name == RECORD and any((actual.parent / name).exists() for name in ("journal", "metrics.jsonl")):
+        raise ConfigError(f"{flag}: {file} is the record of a run; allowed: another file")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a configuration, which can be read: itself, and all that it builds on."""
+    found, left = [path], [path]
+    while left:
+        file = left.pop()
+        bases = (parse_yaml(file.read_text(), where=file) or {}).get(BASE, [])
+        for base in (file.parent / each for each in ([bases] if isinstance(bases, str) else bases)):
+            if base not in found:
+                found.append(base)
+                left.append(base)
+    return found
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Setting], Any]], ...] = (
@@ -69,6 +100,8 @@ def _print(source: Source, found: Tuned, rule: Rule) -> None:
     print_model(found.model)
     total = math.prod(found.space.sizes)
     ended = "" if found.searched.complete else "; ended by --points"
+    if found.space.divided is not None:
+        print(f"divided: {found.space.divided}")
     print(f"searched: {found.searched.simulated} of {total:,} settings{ended}")
     for note in found.notes:
         print(note)
@@ -134,6 +167,7 @@ def as_json(found: Tuned, rule: Rule) -> dict[str, Any]:
         "choice": row(found.choice),
         "front": [row(each) for each in found.searched.front],
         "configured": None if found.configured is None else found.configured.as_json(),
+        "divided": None if found.space.divided is None else asdict(found.space.divided),
         "simulated": found.searched.simulated,
         "complete": found.searched.complete,
         "notes": found.notes,

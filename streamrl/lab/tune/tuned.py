@@ -18,7 +18,7 @@ from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.command import check_lengths, checked
 from streamrl.lab.simulate.figures import WARM_UP, Figures, figures, mean
 from streamrl.lab.simulate.model import Model
-from streamrl.lab.tune.runs import MICRO_BATCH, Calibration, Measured
+from streamrl.lab.tune.runs import MICRO_BATCH, Calibration, Measured, tokens_needed, too_small
 from streamrl.lab.tune.search import Found, Point, Rule, Searched, choose, search
 from streamrl.lab.tune.space import Devices, Setting, Space, groups_in_flight, own_devices
 from streamrl.lab.tune.speeds import DOUBLING, LearnerSpeeds, seconds_of_a_token
@@ -126,14 +126,16 @@ def tuned(source: Source, rule: Rule, limits: Limits, runs: Runs) -> Tuned:
         raise ConfigError(f"generate.pools: {len(config.generate.pools)} pools, and tune knows one kind; allowed: []")
     if not limits.doubling:
         raise ConfigError("--doubling: 0 leaves nothing of two ranks; allowed: above 0, up to 1")
-    devices = _devices(config, limits)
+    devices = _devices(source, config, limits)
     oldest = max(OLDEST, config.replay.max_staleness) if limits.oldest is None else limits.oldest
     seen = groups_in_flight(config)
     first = Space(source.load, devices, oldest=oldest, seen=seen)
     measured = _measured(source, config, first, runs)
     with Bar("tune", "simulations") as bar:
         model = calibrate(measured.folders)
-        speeds = _speeds(model, measured, limits.doubling)
+        if source.run is not None:  # it has learned: answers are as long as they became
+            model = replace(model, answers=model.answers.last)
+        speeds = _speeds(model, measured, limits.doubling, config)
         seen = max(groups_in_flight(load_run(run)) for run in measured.folders)
         space = Space(source.load, devices, oldest=oldest, seen=seen, micro_batches=speeds.micro_batches)
 
@@ -169,13 +171,17 @@ def simulated(space: Space, setting: Setting, model: Model, speeds: LearnerSpeed
 
 # -- calibration
 
+# A metric that runs on GPUs alone have: the machine on which they are tuned may be another one.
+OF_GPUS = "memory/peak"
 
-def _devices(config: Config, limits: Limits) -> Devices:
+
+def _devices(source: Source, config: Config, limits: Limits) -> Devices:
     if limits.gpus is not None:
         return Devices("GPUs", limits.gpus)
     if limits.cores is not None:
         return Devices("cores", limits.cores)
-    return own_devices(config, "GPUs" if has_cuda() else "cores")
+    on_gpus = has_cuda() if source.run is None else any(OF_GPUS in row for row in read_metrics(source.run))
+    return own_devices(config, "GPUs" if on_gpus else "cores")
 
 
 def _measured(source: Source, config: Config, space: Space, runs: Runs) -> Measured:
@@ -198,13 +204,18 @@ def _measured(source: Source, config: Config, space: Space, runs: Runs) -> Measu
     return measured
 
 
-def _speeds(model: Model, measured: Measured, doubling: float) -> LearnerSpeeds:
-    """Those measured, and those of whole runs with other learners."""
+def _speeds(model: Model, measured: Measured, doubling: float, config: Config) -> LearnerSpeeds:
+    """Those measured, and those of whole runs with other learners; not of micro batches that are too small."""
     own, *others = measured.folders
     kind, known = learner_kind(load_run(own)), dict(measured.learner)
     base = seconds_of_a_token(list(read_metrics(own))[WARM_UP:])
-    for run in others:
-        if (other := learner_kind(load_run(run))) != kind:
+    kinds = {run: learner_kind(load_run(run)) for run in others}
+    smaller = {micro_batch for _, micro_batch in kinds.values() if micro_batch < kind[1]}
+    needed = tokens_needed(own, config) if smaller else 0
+    lines = {each: line for each in sorted(smaller) if (line := too_small(each, needed)) is not None}
+    measured.left_out += [line for line in lines.values() if line not in measured.left_out]
+    for run, other in kinds.items():
+        if other != kind and other[1] not in lines:
             known[other] = seconds_of_a_token(list(read_metrics(run))[WARM_UP:]) / base
     return LearnerSpeeds(model.learner, kind, known, doubling)
 

@@ -1,0 +1,129 @@
+"""What `streamrl tune` tunes: what it may not write over, and what a finished run itself says."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streamrl import cli
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.lab.simulate.model import NEIGHBOURS, Answers, Model, RecordedGroup
+from streamrl.lab.tune import command
+from streamrl.lab.tune import tuned as tuned_module
+from streamrl.lab.tune.runs import MICRO_BATCH, Measured
+from streamrl.lab.tune.search import Rule
+from streamrl.lab.tune.tuned import Limits, Runs, Source, Tuned, tuned
+from tests.lab.test_simulate_run import config, record, truth
+from tests.lab.test_tune import figure
+
+
+def tuning(*_: object) -> Tuned:
+    raise ConfigError("it tunes")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration with a base and a base of that, a link to it, a choice of before, and a run."""
+    monkeypatch.setattr(command, "tuned", tuning)
+    monkeypatch.chdir(tmp_path)
+    for name, base in (("lowest", None), ("base", "lowest"), ("settings", "base"), ("tuned", "settings")):
+        Path(f"{name}.yaml").write_text("run: {steps: 9}\n" if base is None else f"base: {base}.yaml\n")
+    Path("link.yaml").symlink_to("settings.yaml")
+    record(config(tmp_path, "run", groups_per_step=4), truth())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["settings.yaml", "--output", "settings.yaml"], "the configuration that is tuned"),
+        (["settings.yaml", "--output", "link.yaml"], "the configuration that is tuned"),
+        (["link.yaml", "--output", "settings.yaml"], "the configuration that is tuned"),
+        (["settings.yaml", "--output", "base.yaml"], "a base of settings.yaml"),
+        (["settings.yaml", "--output", "lowest.yaml"], "a base of settings.yaml"),
+        (["settings.yaml", "--output", "run/config.yaml"], "the record of a run"),
+        (["run", "--output", "run/config.yaml"], "the configuration that is tuned"),
+        (["settings.yaml", "--json", "base.yaml"], "a base of settings.yaml"),
+    ],
+)
+def test_what_is_tuned_is_not_written_over(
+    words: list[str], what: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, flag, file = words
+    before = Path(file).read_text()
+    assert cli.main(["tune", *words]) == 2
+    assert capsys.readouterr().err == f"streamrl: {flag}: {file} is {what}; allowed: another file\n"
+    assert Path(file).read_text() == before
+
+
+@pytest.mark.parametrize("file", ["tuned.yaml", "new.yaml"])
+def test_a_choice_of_before_is_written_over(files: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "settings.yaml", "-o", file]) == 2
+    assert capsys.readouterr().err == "streamrl: it tunes\n"
+
+
+# -- a finished run
+
+
+def of_run(run: Path, monkeypatch: pytest.MonkeyPatch, model: Model) -> tuple[Tuned, list[Model]]:
+    """The run, tuned without a fit and without a simulation, and with which models it would have been simulated."""
+    models: list[Model] = []
+
+    def simulated(space: object, setting: object, own: Model, speeds: object, *, long: bool) -> object:
+        models.append(own)
+        return figure(1.0, 0.0)
+
+    monkeypatch.setattr(tuned_module, "calibrate", lambda _: model)
+    monkeypatch.setattr(tuned_module, "simulated", simulated)
+    return tuned(Source.of(run, ()), Rule(), Limits(points=1), Runs()), models
+
+
+def test_a_finished_run_is_judged_by_its_last_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = record(config(tmp_path, "learned", groups_per_step=4), truth())
+    groups = tuple(RecordedGroup(step // 3, (step,), (0.0,), (False,)) for step in range(3 * 300))
+    _, models = of_run(run, monkeypatch, replace(truth(), answers=Answers(groups)))
+    for model in models:
+        rng = random.Random(1)
+        drawn = {model.answers.draw(rng, step, 1, 10**6).lengths[0] for step in range(40) for _ in range(200)}
+        assert drawn == set(range(600, 900))
+
+
+def test_of_a_short_run_all_answers_are_the_last() -> None:
+    groups = tuple(RecordedGroup(step, (step + 1,), (0.0,), (False,)) for step in range(NEIGHBOURS))
+    assert Answers(groups).last.groups == groups
+    assert Answers(groups[:5]).last.draw(random.Random(1), 0, 1, 9).step in range(5)
+
+
+@pytest.mark.parametrize(("on_gpus", "divided"), [(True, "3 GPUs"), (False, "2 cores")])
+def test_a_finished_run_says_itself_whether_it_had_gpus(
+    on_gpus: bool, divided: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned_module, "has_cuda", lambda: not on_gpus)  # of this machine
+    given = config(tmp_path, "elsewhere", groups_per_step=4)
+    given = given.model_copy(update={"generate": given.generate.model_copy(update={"tensor_parallel": 2})})
+    run = record(given, truth())
+    if on_gpus:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        text = "".join(json.dumps({**row, "memory/allocated": 1, "memory/peak": 2}) + "\n" for row in rows)
+        (run / "metrics.jsonl").write_text(text)
+    found, _ = of_run(run, monkeypatch, truth())
+    assert str(found.space.divided) == divided
+
+
+def test_micro_batches_of_other_runs_that_hold_no_long_answer_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for micro_batch in (300, 150, 250, 600):
+        given = config(tmp_path, f"of-{micro_batch}", groups_per_step=4)
+        learner = given.learner.model_copy(update={"tokens_per_micro_batch": micro_batch})
+        runs.append(record(given.model_copy(update={"learner": learner}), truth()))
+    measured = Measured(runs)
+    speeds = tuned_module._speeds(truth(), measured, 0.9, config_file.load(runs[0] / "config.yaml"))
+    assert speeds.micro_batches == [250, 300, 600]
+    assert measured.left_out == [f"{MICRO_BATCH}=150: a prompt and its answer need up to 200 tokens"]
