@@ -276,11 +276,26 @@ def test_a_fleet_is_planned_for_every_split_and_the_best_is_marked(tmp_path: Pat
     assert small < large < 4 * small
 
 
+def test_a_large_bound_does_not_make_a_split_look_faster_than_its_servers(tmp_path: Path) -> None:
+    """All slots are in flight at once, so that the first thirteen steps are as fast as the learner."""
+    text = FLEET.replace("gpus: [16, 64]\nshares: [0.25, 0.5]", "gpus: [64]\nshares: [0.25, 0.75]")
+    text = text.replace("step: 0.02, sample: 0.0002", "step: 0.001, sample: 0.001").replace("sigma: 0.8", "sigma: 0.1")
+    text = text.replace("max_running: 64", "max_running: 1000").replace("tokens: 2000", "tokens: 700")
+    text = text.replace("pause: 0.5", "pause: 0.0")
+    text = text.replace("replay.max_staleness: 2", "replay.max_staleness: 12, generate.lag: 12")
+    (tmp_path / "fleet.yaml").write_text(text)
+    few, many = plan(read_fleet(tmp_path / "fleet.yaml"))
+    assert (few.servers, few.best, many.servers, many.best) == (4, False, 12, True)
+    assert few.figures.trained == pytest.approx(4 * 1000, rel=0.1)  # what its servers generate at the most
+    with pytest.raises(ConfigError, match=r"run\.steps: 20 are too few, of which 27 do not count; allowed: above 28"):
+        plan(read_fleet(tmp_path / "fleet.yaml"), ["run.steps=20"])
+
+
 def test_the_documented_fleet_file_is_one(tmp_path: Path) -> None:
     text = Path("docs/simulate.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "fleet.yaml").write_text(text.replace("gpus: [64, 128, 256, 512, 1024, 2048, 4096]", "gpus: [64]"))
     fleet = read_fleet(tmp_path / "fleet.yaml")
-    rows = plan(fleet.model_copy(update={"shares": (0.5,)}), ["run.steps=5"])
+    rows = plan(fleet.model_copy(update={"shares": (0.5,)}), ["run.steps=9", "replay.groups_per_step=32"])
     assert [(row.gpus, row.servers) for row in rows] == [(64, 4)]
 
 

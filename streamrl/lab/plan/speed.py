@@ -12,12 +12,8 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.lab.plan.machines import Machines
-from streamrl.lab.simulate.circle import Circle
-from streamrl.lab.simulate.figures import WARM_UP, Figures, figures
-from streamrl.lab.simulate.fleet import Fleet, fleet_model, read_fleet
-
-# Learner steps that are simulated behind the warm-up, as for a fleet.
-STEPS = 9
+from streamrl.lab.simulate.figures import Figures
+from streamrl.lab.simulate.fleet import Fleet, enough_steps, fleet_model, read_fleet, steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +33,8 @@ def expected(config: Config, path: Path, machines: Machines) -> Expected:
     _check(config, fleet, machines)
     cut = min(fleet.answers.longest, *(pool.sampling.max_new_tokens for pool in config.generate.each_pool))
     fleet = fleet.model_copy(update={"answers": fleet.answers.model_copy(update={"longest": cut})})
-    short = config.model_copy(update={"run": config.run.model_copy(update={"steps": WARM_UP + STEPS})})
-    rows = Circle(short, fleet_model(fleet, config.learner.ranks, config), seed=config.run.seed).run()
-    seconds = sum(row["time/step"] for row in rows[WARM_UP:]) / len(rows[WARM_UP:])
-    return Expected(seconds, figures(rows))
+    short = config.model_copy(update={"run": config.run.model_copy(update={"steps": enough_steps(config)})})
+    return Expected(*steady(short, fleet_model(fleet, config.learner.ranks, config), config.run.seed))
 
 
 def _check(config: Config, fleet: Fleet, machines: Machines) -> None:

@@ -27,6 +27,13 @@ from streamrl.lab.sweep.plan import override
 
 DRAWN = 512  # groups of answers that are drawn from the distribution, once for all fleets
 
+# Learner steps of a simulation that count, at least.
+STEPS = 9
+
+# Waves that count, at least: groups that are begun at once are trained in one step more than the bound has, and make
+# room for the next wave. The steps of one are not alike.
+WAVES = 2
+
 
 class ServerFigures(Section):
     """One inference server of the user's model."""
@@ -82,6 +89,32 @@ class Fleet(Section):
     config: dict[str, Any] = Field(default_factory=dict, description="keys of the configuration, as key: value")
 
 
+def enough_steps(config: Config) -> int:
+    """Learner steps of which `steady` counts whole waves."""
+    wave = _edge(config) + 1
+    return 2 * _edge(config) + WARM_UP + wave * max(WAVES, math.ceil(STEPS / wave))
+
+
+def steady(config: Config, model: Model, seed: int = 0) -> tuple[float, Figures]:
+    """Simulate `run.steps` of a run: seconds of a step, and the figures, between its begin and its end.
+
+    The first steps train what was begun before any step, and in the last ones nothing more is begun: as many as the
+    bound has count at neither end. Raises ConfigError where too few are left, or the run fails.
+    """
+    edge = _edge(config)
+    if config.run.steps <= (least := 2 * edge + WARM_UP + 1):
+        raise ConfigError(
+            f"run.steps: {config.run.steps} are too few, of which {least - 1} do not count; allowed: above {least}"
+        )
+    rows = Circle(config, model, seed).run()[edge : config.run.steps - edge]
+    return sum(row["time/step"] for row in rows[WARM_UP:]) / len(rows[WARM_UP:]), figures(rows)
+
+
+def _edge(config: Config) -> int:
+    """Learner steps from a group's begin to its training, at most."""
+    return math.ceil(config.replay.bound)
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """One split of one fleet."""
@@ -127,11 +160,11 @@ def plan(fleet: Fleet, overrides: Sequence[str] = ()) -> list[Planned]:
 def _planned(fleet: Fleet, gpus: int, servers: int, overrides: Sequence[str]) -> Planned:
     generating = servers * fleet.server.gpus
     given = [override(key, value) for key, value in fleet.config.items()]
-    steps = [f"run.steps={WARM_UP + 9}", f"generate.sampling.max_new_tokens={fleet.answers.longest}"]
-    config = config_file.load(None, [*steps, *given, *overrides, f"generate.workers={servers}"])
-    rows = Circle(config, fleet_model(fleet, gpus - generating, config)).run()
-    seconds = sum(row["time/step"] for row in rows[WARM_UP:]) / len(rows[WARM_UP:])
-    return Planned(gpus, generating, servers, seconds, figures(rows))
+    longest = f"generate.sampling.max_new_tokens={fleet.answers.longest}"
+    words = [longest, *given, *overrides, f"generate.workers={servers}"]
+    steps = enough_steps(config_file.load(None, words))  # unless one of the words says how many
+    config = config_file.load(None, [f"run.steps={steps}", *words])
+    return Planned(gpus, generating, servers, *steady(config, fleet_model(fleet, gpus - generating, config)))
 
 
 def fleet_model(fleet: Fleet, learning: int, config: Config) -> Model:
