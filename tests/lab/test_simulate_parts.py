@@ -207,6 +207,21 @@ def test_figures_leave_the_warm_up_out_and_weigh_staleness_by_tokens() -> None:
         figures(rows[:4])
 
 
+def test_figures_of_a_resumed_run_leave_out_the_time_it_was_down() -> None:
+    def row(step: int, time: float, version: str) -> dict[str, float | str]:
+        return {
+            "time": time, "time/step": 10.0, "time/wait": 5.0, "tokens/trained": 100, "tokens/generated": 200,
+            "idle/generator": 0.25, "staleness/mean": 1.0, "staleness/p95": 1.0, "staleness/max": 1,
+            "version": f"{step}.{version}",
+        }  # fmt: skip
+
+    once = [row(step, 10.0 * step, "0") for step in range(1, 7)]
+    again = [row(step, 10.0 * step + 3600, "1") for step in range(7, 10)]
+    assert figures([*once, *again]) == figures(once)
+    with pytest.raises(ValueError, match="too few"):
+        figures([*once[:4], again[0], row(8, 9000.0, "2")])
+
+
 def test_the_mean_of_runs_keeps_the_oldest_token_of_all() -> None:
     first, second = Figures(10, 20, 0.5, 0.1, 1.0, 2, 3), Figures(30, 40, 0.25, 0.3, 2.0, 4, 7)
     assert mean([first, second]) == Figures(20, 30, 0.375, pytest.approx(0.2), 1.5, 3, 7)

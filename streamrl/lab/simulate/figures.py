@@ -6,10 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from streamrl.types import Batch
+import numpy as np
+
+from streamrl.types import Batch, PolicyVersion
 
 # First steps that no figure counts: caches fill, and the pipeline of groups is still empty.
 WARM_UP = 3
@@ -37,11 +40,18 @@ class Figures:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
-    """From rows of metrics.jsonl, or of a simulation. Raises ValueError for a run no longer than the warm-up."""
-    if len(rows) <= WARM_UP + 1:
-        raise ValueError(f"{len(rows)} steps, of which the first {WARM_UP} are not counted: too few")
-    counted = rows[WARM_UP:]
-    seconds = max(1e-9, counted[-1]["time"] - rows[WARM_UP - 1]["time"])
+    """From rows of metrics.jsonl, or of a simulation. Raises ValueError for a run no longer than the warm-up.
+
+    Of a run that was resumed, the step with which each learner began counts no more than the time it was down.
+    """
+    pairs = [pair for pair in pairwise(rows[WARM_UP - 1 :]) if not _starts(*pair)]
+    counted = [row for _, row in pairs]
+    if len(counted) < 2:
+        raise ValueError(
+            f"{len(rows)} steps, of which the first {WARM_UP}, and the first of each further start, are not counted: "
+            "too few"
+        )
+    seconds = max(1e-9, sum(row["time"] - before["time"] for before, row in pairs))
     in_steps = max(1e-9, sum(row["time/step"] for row in counted))
     tokens = sum(row["tokens/trained"] for row in counted)
     return Figures(
@@ -53,6 +63,16 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
         staleness_p95=sum(row["staleness/p95"] for row in counted) / len(counted),
         staleness_max=max(row["staleness/max"] for row in counted),
     )
+
+
+def _starts(before: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Is the row the first of a learner that was started again? The time since the one before is not the run's."""
+    return _incarnation(before) != _incarnation(row)
+
+
+def _incarnation(row: Mapping[str, Any]) -> int:
+    """Of the row's version; a simulated one has none."""
+    return PolicyVersion.parse(row["version"]).incarnation if "version" in row else 0
 
 
 def mean(several: Sequence[Figures]) -> Figures:
