@@ -37,6 +37,8 @@ def model(speed: ServerSpeed = SPEED, learner: Line = FREE, update: Line = FREE,
 
 def config(steps: int = 20, workers: int = 1, **replay: Any) -> Config:
     publish, in_flight = {"every": replay.pop("every", 1)}, replay.pop("in_flight", 8)
+    if (at_once := replay.pop("at_once", 1)) > 1:
+        publish |= {"transport": "memory", "at_once": at_once}
     placement = replay.pop("placement", "separate")
     publish |= {"interruption": replay.pop("interruption", "retract")}
     generate = {"group_size": 4, "groups_in_flight": in_flight, "workers": workers}
@@ -168,6 +170,38 @@ def test_staleness_is_counted_as_the_learner_counts_it() -> None:
         batch = Batch(step=step + 3, groups=tuple(circle.groups[4 * step : 4 * step + 4]))
         counted, expected = staleness(batch), batch_metrics(batch)
         assert counted == pytest.approx({name: expected[name] for name in counted})
+
+
+def test_tokens_that_others_wrote_are_generated_and_not_trained() -> None:
+    lengths, trained = (40, 9, 30, 71), (10, 9, 0, 50)
+    group = RecordedGroup(0, lengths, (1.0, 0.0, 1.0, 0.0), (True, False) * 2, trained)
+    circle = Circle(config(12, max_staleness=2), Model(Answers((group,)), SPEED, Line(0.0, 0.001), FREE))
+    rows = circle.run()
+    assert {row["tokens/trained"] for row in rows} == {4 * sum(trained)}
+    assert sum(each.tokens for each in circle.groups) == len(circle.groups) * sum(lengths)
+    for step in range(4):
+        batch = Batch(step=step + 3, groups=tuple(circle.groups[4 * step : 4 * step + 4]))
+        counted, expected = staleness(batch), batch_metrics(batch)
+        assert counted == pytest.approx({name: expected[name] for name in counted})
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(None, 100), (100, 250), (120, 100)])
+def test_answers_of_several_turns_are_cut_only_where_a_turn_may_have_fewer_tokens_than_it_had(
+    longest: int | None, tokens: int
+) -> None:
+    circle = Circle(config(6, max_staleness=1), Model(answers(250), SPEED, FREE, FREE, longest=longest))
+    circle.run()
+    assert {sample.spans[-1].end for group in circle.groups for sample in group.samples} == {tokens}
+
+
+@pytest.mark.parametrize(("parts", "at_once", "times"), [({}, 1, 4), ({}, 4, 1), ({"at_once": 2}, 1, 2)])
+def test_as_many_servers_get_a_version_at_once_as_the_configuration_says(
+    parts: dict[str, Any], at_once: int, times: int
+) -> None:
+    circle = Circle(config(6, workers=4, max_staleness=2, at_once=at_once), model(update=Line(0.5, 0.0), **parts))
+    circle.run()
+    ends = {round(update["time"], 6) for update in circle.updates if update["version"] == "1.0"}
+    assert len(ends) == times
 
 
 def test_heartbeats_keep_tickets_for_longer_than_a_lease() -> None:

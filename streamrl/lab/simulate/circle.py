@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ class Circle:
         """A worker of several servers is taken for as many workers: each has its share of what it may have open."""
         own = self._config.of_worker(index).generate
         speed, longest = self._model.server, own.sampling.max_new_tokens
+        if self._model.longest is not None and longest >= self._model.longest:
+            longest = sys.maxsize  # all turns of an answer may have more together
         if self._config.publish.interruption not in RECOMPUTING:
             speed = replace(speed, again=0.0)
         places = places_of(self._config, own, speed.max_running)
@@ -356,7 +359,7 @@ class Circle:
     def _announce(self) -> None:
         self._to_service(PUBLISHER, Announce(version=self._offered))
         self._left.extend(server.name for server in self._servers)
-        self._rounds = min(self._model.at_once, len(self._left))
+        self._rounds = min(self._model.at_once or self._config.publish.at_once, len(self._left))
         for _ in range(self._rounds):
             self._publish()
 

@@ -82,11 +82,12 @@ def mean(several: Sequence[Figures]) -> Figures:
 
 
 def staleness(batch: Batch) -> dict[str, float]:
-    """`tokens/trained` and `staleness/` of a batch, as `learner/batch_metrics.py` counts them, from the spans alone."""
+    """`tokens/trained` and `staleness/` of a batch, as `learner/batch_metrics.py` counts them, from spans and masks."""
     tokens: Counter[int] = Counter()
     for sample in batch.samples:
         for span in sample.spans:
-            tokens[max(0, batch.step - span.version.step)] += span.end - span.start
+            if trained := int(np.count_nonzero(sample.loss_mask[span.start : span.end])):
+                tokens[max(0, batch.step - span.version.step)] += trained
     total, below, p95 = tokens.total(), 0, 0
     for age in sorted(tokens):
         below += tokens[age]

@@ -22,6 +22,12 @@ class RecordedGroup:
     lengths: tuple[int, ...]  # tokens of each rollout
     rewards: tuple[float, ...]
     passed: tuple[bool, ...]
+    trained: tuple[int, ...] = ()  # tokens of each rollout that enter the loss: no tool's; (): all
+
+    def trained_of(self, place: int, longest: int) -> int:
+        """Tokens of a rollout that enter the loss, where it is cut at `longest`: in proportion."""
+        length = self.lengths[place]
+        return round((self.trained or self.lengths)[place] * min(longest, length) / max(1, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,7 @@ class Answers:
             lengths=tuple(min(longest, group.lengths[place]) for place in chosen),
             rewards=tuple(group.rewards[place] for place in chosen),
             passed=tuple(group.passed[place] for place in chosen),
+            trained=tuple(group.trained_of(place, longest) for place in chosen),
         )
 
 
@@ -79,10 +86,11 @@ class Model:
     copy: float = 0.0  # the learner waits while its weights are copied for the publisher
     announce: float = 0.0  # from there to the first server
     transfer: float = 0.0  # a publish to one server, without the server's update
-    at_once: int = 1  # servers that are published to at the same time
+    at_once: int | None = None  # servers that are published to at the same time; None: `publish.at_once`
     hand_out: float = 0.0  # from news of a version to the first request
     delivery: float = 0.0  # from a complete batch to the learner
     save: float = 0.0  # a checkpoint
+    longest: int | None = None  # `max_new_tokens` of the answers, which a larger one does not cut again; None: unknown
     ess_decay: float = 0.0  # effective sample size = exp(-ess_decay x mean staleness)
     clipped_growth: float = 0.0  # share of clipped tokens a step of mean staleness
     masked_growth: float = 0.0  # the same of masked ones

@@ -25,7 +25,7 @@ class Site:
     name: str
     capacity: int  # tickets
     server: GenerationServer
-    longest: int  # tokens of an answer
+    longest: int  # tokens at which an answer is cut
     places: int | None = None  # requests at once, where its capacity is counted in them
     version: int = 0  # step of the server's weights
     tickets: dict[int, tuple[Ticket, RecordedGroup, float]] = field(default_factory=dict)  # and when it came
@@ -72,28 +72,38 @@ def make_server(speed: ServerSpeed, places: int | None, version: int = 0) -> Gen
 
 def make_group(ticket: Ticket, drawn: RecordedGroup, done: Done, worker: str, begun: float) -> Group:
     """What the worker would send: as many tokens as were drawn, of the versions that drew them."""
-    samples = zip(drawn.lengths, drawn.rewards, drawn.passed, done.spans, strict=True)
+    trained = drawn.trained or drawn.lengths
+    samples = zip(drawn.lengths, trained, drawn.rewards, drawn.passed, done.spans, strict=True)
     return Group(
         group_id=ticket.group_id,
         attempt=ticket.attempt,
         task=ticket.task,
         prompt_index=ticket.prompt_index,
-        samples=tuple(_sample(length, reward, passed, spans) for length, reward, passed, spans in samples),
+        samples=tuple(_sample(*each) for each in samples),
         worker=worker,
         started=begun,
         finished=done.time,
     )
 
 
-def _sample(length: int, reward: float, passed: bool, spans: list[Span]) -> Sample:
-    """Its arrays are views of a single number: nobody reads more of them than their length."""
+def _sample(length: int, trained: int, reward: float, passed: bool, spans: list[Span]) -> Sample:
+    """Its ids and log-probs are views of a single number: nobody reads more of them than their length."""
     nothing = np.broadcast_to(_NOTHING, (length,))
     return Sample(
         prompt_ids=_NOTHING,
         output_ids=nothing,
         logprobs=nothing,
-        loss_mask=np.broadcast_to(np.True_, (length,)),
+        loss_mask=np.broadcast_to(np.True_, (length,)) if trained == length else _mask(length, trained),
         spans=tuple(VersionSpan(PolicyVersion(step), begin, end) for step, begin, end in spans),
         reward=reward,
         reward_parts={"exact": float(passed)},
     )
+
+
+def _mask(length: int, trained: int) -> np.ndarray:
+    """bool [length], so many True, evenly apart: where the others were is not known.
+
+    >>> _mask(5, 3).tolist()
+    [False, True, False, True, True]
+    """
+    return np.diff(np.arange(length + 1) * trained // max(1, length)).astype(np.bool_)
