@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.lab.simulate.calibration import Observed, Served, Update, fit_server, learner_line, replayed
+from streamrl.lab.simulate.calibration import (
+    Observed,
+    Served,
+    Update,
+    by_server,
+    fit_server,
+    learner_line,
+    replayed,
+    server_names,
+)
 from streamrl.lab.simulate.command import varied
 from streamrl.lab.simulate.figures import Figures, figures, mean
 from streamrl.lab.simulate.fit import least, positive_line
@@ -148,6 +157,26 @@ def test_a_group_of_another_size_is_drawn_from_one_recorded_group() -> None:
         lengths = answers.draw(rng, 0, size, longest=100).lengths
         assert len(lengths) == size
         assert set(lengths) <= {3, 30, 100} or set(lengths) <= {5, 50, 100}
+
+
+def test_a_drawn_answer_keeps_its_part_of_trained_tokens_also_where_it_is_cut() -> None:
+    answers = Answers((RecordedGroup(0, (40, 100, 0), (1.0,) * 3, (True,) * 3, trained=(30, 20, 0)),))
+    drawn = answers.draw(random.Random(0), 0, 3, longest=50)
+    assert set(zip(drawn.lengths, drawn.trained, strict=True)) == {(40, 30), (50, 10), (0, 0)}
+    whole = Answers((recorded(0, 40, 100),)).draw(random.Random(0), 0, 2, longest=50)
+    assert whole.trained == whole.lengths
+
+
+def test_a_worker_has_placed_each_group_on_the_server_with_the_fewest() -> None:
+    spans = [(0, 9), (1, 3), (2, 9), (4, 5), (6, 9), (6, 7)]  # begin, end
+    served = [Served(begin, end, (1,)) for begin, end in spans]
+    found = by_server(served, ["server-0-0", "server-0-1"])
+    assert {name: [group.begin for group in groups] for name, groups in found.items()} == {
+        "server-0-0": [0, 2],
+        "server-0-1": [1, 4, 6, 6],
+    }
+    updates = [Update(0.0, 1.0, 4, server=name) for name in ("server-0-2", "server-0-0")]
+    assert server_names(3, updates) == ["server-0-0", "server-0-2", "without updates 0"]
 
 
 def test_a_line_is_found_and_has_no_negative_part() -> None:

@@ -11,21 +11,27 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.generate import GenerateConfig
+from streamrl.generate.request_placement import Placement
 from streamrl.lab.simulate.figures import WARM_UP
 from streamrl.lab.simulate.fit import least, positive_line
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup, deviations
+from streamrl.lab.simulate.pools import check_pools
 from streamrl.lab.simulate.server import RECOMPUTING, Done, ServerSpeed
 from streamrl.lab.simulate.site import make_server, places_of
 from streamrl.observe.events import events_by_time
@@ -36,7 +42,10 @@ from streamrl.types import Group, PolicyVersion
 
 SAMPLES = 4000  # of each run that the search replays: more make it slow, and change little
 CALLS = 420  # of the search, for six numbers
-FEWEST = 16  # groups of a worker with which a server can be fitted
+FEWEST = 16  # groups of a server with which it can be fitted
+
+# Servers that a finished run attached to are another one's by now, and so is the router before them.
+ALONE = ("generate.attach=[]", "generate.router=null")
 
 _WORKER = re.compile(r"generator-(\d+)")
 
@@ -57,8 +66,9 @@ class Update:
 
     begin: float
     seconds: float
-    tickets: int  # that were open
+    tickets: int  # that its worker had open
     version: int = 0
+    server: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ class Observed:
 
     served: Sequence[Served]
     updates: Sequence[Update]
-    places: int | None = None  # requests at once, where its worker's capacity is counted in them
+    places: int | None = None  # requests at once, where the capacity is counted in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,8 @@ def calibrate(run_folders: Sequence[Path]) -> Model:
         transfer=_transfer(own.records),
         hand_out=_hand_out(own.records, own.groups),
         delivery=_gap(_points(own.records, "batch", "step"), _ends(own.records, "learner.wait", "step")),
-        save=_low([record["seconds"] for record in records if _is(record, "learner.save", "end")]),
+        longest=max(cuts(own.config)),
+        save=_low(saves(records)),
         ess_decay=_ess_decay(rows),
         clipped_growth=_growth(rows, "offpolicy/clipped"),
         masked_growth=_growth(rows, "offpolicy/masked"),
@@ -113,28 +124,49 @@ def learner_kind(config: Config) -> tuple[int, int]:
     return config.learner.ranks, config.learner.tokens_per_micro_batch
 
 
+def cuts(config: Config) -> list[int]:
+    """Tokens at which each pool cuts an answer, or a turn of one."""
+    return [pool.sampling.max_new_tokens for pool in config.generate.each_pool]
+
+
+def saves(records: Iterable[dict[str, Any]]) -> list[float]:
+    """Seconds of each checkpoint."""
+    return [record["seconds"] for record in records if _is(record, "learner.save", "end")]
+
+
 def _read(folder: Path) -> _Run:
+    config = load_run(folder, ALONE)
+    check_pools(config, config, f"{folder}: ")
     rows = list(read_metrics(folder))
     if len(rows) <= WARM_UP + 1:
         raise ConfigError(f"{folder}: {len(rows)} learner steps are too few to calibrate; allowed: above {WARM_UP + 1}")
-    config = load_run(folder, ["generate.attach=[]"])
     return _Run(folder, config, events_by_time(folder), list(recorded_groups(folder)), rows)
 
 
 def _observed(run: _Run) -> Observed:
-    """The worker that gave most groups, from the learner's first step on."""
+    """The fullest server of the worker that gave most groups, from the learner's first step on."""
     begun = next((record["time"] for record in run.records if record["event"] == "learner.step"), 0.0)
-    served = by_worker(group for group in run.groups if group.started >= begun)
-    worker = max(served, key=lambda name: len(served[name]), default="")
-    if len(served.get(worker, ())) < FEWEST:
+    of_workers = by_worker(run.groups)
+    worker = max(of_workers, key=lambda name: len(of_workers[name]), default="")
+    own, updates = _own(run.config, worker), updates_of(run.records).get(worker, [])
+    of_servers = {
+        name: [group for group in served if group.begin >= begun]
+        for name, served in by_server(of_workers.get(worker, ()), server_names(own.servers, updates)).items()
+    }
+    server = max(of_servers, key=lambda name: len(of_servers[name]))
+    if len(of_servers[server]) < FEWEST:
         raise ConfigError(
             f"{run.folder}: the journal holds the answers of {len(run.groups)} groups, too few to calibrate; "
-            f"allowed: {FEWEST} of one worker after the first step (journal.keep=all keeps them)"
+            f"allowed: {FEWEST} of one server after the first step (journal.keep=all keeps them)"
         )
-    named = _WORKER.match(worker)  # another one is not the run's own: it counts as the first
-    own = run.config.of_worker(int(named[1]) if named else 0).generate
     places = places_of(run.config, own, _max_running(run.config))
-    return Observed(served[worker], updates_of(run.records).get(worker, []), places)
+    return Observed(of_servers[server], [each for each in updates if each.server == server], places)
+
+
+def _own(config: Config, worker: str) -> GenerateConfig:
+    """The settings of a worker by its name; one of another name is not the run's own, and counts as the first."""
+    named = _WORKER.match(worker)
+    return config.of_worker(int(named[1]) if named else 0).generate
 
 
 def recorded_groups(run_folder: Path) -> Iterable[Group]:
@@ -154,14 +186,33 @@ def by_worker(groups: Iterable[Group]) -> dict[str, list[Served]]:
     return {worker: sorted(each, key=lambda group: group.begin) for worker, each in served.items()}
 
 
+def server_names(servers: int, updates: Iterable[Update]) -> list[str]:
+    """The names of a worker's servers: those of the updates, and others for servers that had none."""
+    names = sorted(name for name, _ in Counter(update.server for update in updates).most_common(servers))
+    return [*names, *(f"without updates {number}" for number in range(servers - len(names)))]
+
+
+def by_server(served: Sequence[Served], names: Sequence[str]) -> dict[str, list[Served]]:
+    """The groups of a worker by the server that had them: that is not recorded, and follows from the worker's rule."""
+    placement, found = Placement(), {name: list[Served]() for name in names}
+    open_groups: list[tuple[float, int]] = []
+    for number, group in enumerate(served):
+        while open_groups and open_groups[0][0] <= group.begin:
+            placement.end(heapq.heappop(open_groups)[1])
+        found[placement.choose(number, names)].append(group)
+        heapq.heappush(open_groups, (group.end, number))
+    return found
+
+
 def updates_of(records: Iterable[dict[str, Any]]) -> dict[str, list[Update]]:
-    """The updates of each worker's server, in order."""
+    """The updates of each worker's servers, in order."""
     updates: dict[str, list[Update]] = defaultdict(list)
     for record in records:
         if _is(record, "publish.apply", "end") and "error" not in record:
             begin = record["time"] - record["seconds"]
             version = PolicyVersion.parse(record["version"]).step
-            updates[record["role"]].append(Update(begin, record["seconds"], record.get("tickets", 0), version))
+            tickets = record.get("tickets", 0)
+            updates[record["role"]].append(Update(begin, record["seconds"], tickets, version, record["server"]))
     return dict(updates)
 
 
@@ -272,14 +323,13 @@ def learner_line(rows: Sequence[dict[str, Any]]) -> Line:
 
 
 def _update_line(runs: Sequence[_Run]) -> Line:
-    """Seconds of an update against the samples that were open."""
-    updates = [
-        (update, run.config.generate.group_size)
-        for run in runs
-        for each in updates_of(run.records).values()
-        for update in each
-    ]
-    samples, seconds = [update.tickets * size for update, size in updates], [update.seconds for update, _ in updates]
+    """Seconds of an update against the samples that the server had: its part of those of its worker."""
+    samples, seconds = list[float](), list[float]()
+    for run in runs:
+        for worker, updates in updates_of(run.records).items():
+            own = _own(run.config, worker)
+            samples += [update.tickets * own.group_size / own.servers for update in updates]
+            seconds += [update.seconds for update in updates]
     fixed, each = positive_line(samples, seconds)
     return Line(fixed, each, deviations(seconds, [fixed + each * amount for amount in samples]))
 
@@ -323,6 +373,7 @@ def _as_recorded(group: Group) -> RecordedGroup:
         lengths=group.lengths,
         rewards=tuple(sample.reward for sample in group.finals),
         passed=tuple(sample.passed for sample in group.finals),
+        trained=tuple(sum(int(np.count_nonzero(each.loss_mask)) for each in rollout) for rollout in group.rollouts),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,20 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.server import ServerFailed
 from streamrl.lab.output import check_file
-from streamrl.lab.simulate.calibration import calibrate, recorded_groups
+from streamrl.lab.simulate.calibration import ALONE, calibrate, cuts, recorded_groups, saves
 from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.simulate.on_cores import RunEndedError
+from streamrl.lab.simulate.pools import check_pools
 from streamrl.lab.simulate.server import RECOMPUTING
 from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, validate
 from streamrl.observe.bars import Bar
+from streamrl.observe.events import events_by_time
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
+from streamrl.types import Sample
 
 # Keys whose effect on time and staleness the model knows. Any other one would be taken and change nothing.
 MODELLED = (
@@ -35,7 +38,8 @@ MODELLED = (
     "generate.groups_in_flight", "generate.submission", "generate.requests_in_flight", "generate.lag",
     "generate.sampling.max_new_tokens", "replay.order", "replay.window",
     "replay.over_age", "replay.groups_per_step", "replay.max_staleness", "replay.max_attempts", "replay.filter.",
-    "replay.adaptive.", "replay.release", "replay.reuse", "publish.every", "publish.interruption", "checkpoint.every",
+    "replay.adaptive.", "replay.release", "replay.reuse", "publish.every", "publish.interruption", "publish.at_once",
+    "checkpoint.every",
 )  # fmt: skip
 
 WIDTH = 140  # columns of the table
@@ -52,14 +56,15 @@ def main(
     """Calibrate, by `others` besides, simulate every setting, print one row for each. Returns 0."""
     check_file("--json", output)
     choices = [tuple(overrides) + each for each in varied(vary)]
-    own = load_run(run_folder, ["generate.attach=[]"])
+    own = load_run(run_folder, ALONE)
     settings = [checked(run_folder, own, choice) for choice in choices if choice]
     recorded = list(read_metrics(run_folder))
     check_lengths(run_folder, own, settings)
+    check_saves([run_folder, *others], own, settings)
     with Bar("simulate", "settings", 1 + len(settings)) as bar:
         model = calibrate([run_folder, *others])
-        length = load_run(run_folder, ["generate.attach=[]", f"run.steps={len(recorded)}"])
-        results = {"as recorded": figures(recorded), "the model of it": simulated(length, model)}
+        length = load_run(run_folder, [*ALONE, f"run.steps={len(recorded)}"])
+        results = {"as recorded": _as_recorded(run_folder, recorded), "the model of it": simulated(length, model)}
         bar.advance()
         for choice, config in bar.over(zip([choice for choice in choices if choice], settings, strict=True)):
             results[" ".join(choice)] = simulated(config, model)
@@ -131,6 +136,14 @@ def simulated(config: Config, model: Model) -> Figures:
         raise ConfigError(f"run.steps: {config.run.steps}: {error}") from error
 
 
+def _as_recorded(run_folder: Path, rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """Raises ConfigError for a run that is too short for figures."""
+    try:
+        return figures(rows)
+    except ValueError as error:
+        raise ConfigError(f"{run_folder}: {error}") from error
+
+
 def varied(vary: Sequence[str]) -> list[tuple[str, ...]]:
     """`["a=1,2", "b=3,4"]` -> `[("a=1", "b=3"), ("a=1", "b=4"), ("a=2", "b=3"), ("a=2", "b=4")]`; `[()]` for nothing.
 
@@ -146,11 +159,12 @@ def varied(vary: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
-    """The configuration of a setting. Raises ConfigError for a key that the model does not know."""
-    config = load_run(run_folder, ["generate.attach=[]", *overrides])
+    """The configuration of a setting. Raises ConfigError for what the model does not know."""
+    config = load_run(run_folder, [*ALONE, *overrides])
     for key in config_file.changed(own, config):
         if not key.startswith(MODELLED):
             raise ConfigError(f"{key}: its effect is not modelled; allowed: {', '.join(MODELLED)}")
+    check_pools(config, own)
     was, now = own.publish.interruption, config.publish.interruption
     if now in RECOMPUTING and was not in RECOMPUTING:
         raise ConfigError(
@@ -161,15 +175,38 @@ def checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
 
 
 def check_lengths(run_folder: Path, own: Config, settings: Sequence[Config]) -> None:
-    """Nobody knows how an answer would have gone on that was cut. Raises ConfigError."""
-    recorded = own.generate.sampling.max_new_tokens
-    given = max((config.generate.sampling.max_new_tokens for config in settings), default=0)
-    if given > recorded and any(
-        len(sample.output_ids) >= recorded for group in recorded_groups(run_folder) for sample in group.samples
-    ):
+    """Nobody knows how an answer would have gone on that was cut, or where turns would be. Raises ConfigError."""
+    recorded, given = cuts(own), [cut for config in settings for cut in cuts(config)]
+    longest, most, least = max(recorded), max(given, default=0), min(given, default=sys.maxsize)
+    if most > longest and any(len(sample.output_ids) >= longest for sample in _samples(run_folder)):
         raise ConfigError(
-            f"generate.sampling.max_new_tokens: {given} is above the recorded {recorded}, at which answers were cut; "
-            f"allowed: up to {recorded}"
+            f"generate.sampling.max_new_tokens: {most} is above the recorded {longest}, at which answers were cut; "
+            f"allowed: up to {longest}"
+        )
+    if least < min(recorded) and any(map(_has_turns, _samples(run_folder))):
+        raise ConfigError(
+            f"generate.sampling.max_new_tokens: {least} would cut turns, and {run_folder} has recorded answers of "
+            f"several as wholes; allowed: {min(recorded)}"
+        )
+
+
+def _samples(run_folder: Path) -> Iterator[Sample]:
+    for group in recorded_groups(run_folder):
+        yield from group.samples
+
+
+def _has_turns(sample: Sample) -> bool:
+    """Has the policy written one part, and somebody else what came between its turns?"""
+    return bool(sample.loss_mask.any()) and not sample.loss_mask.all()
+
+
+def check_saves(run_folders: Sequence[Path], own: Config, settings: Sequence[Config]) -> None:
+    """Without a checkpoint nobody knows what one takes. Raises ConfigError."""
+    given = [each.checkpoint.every for each in settings if each.checkpoint.every not in (0, own.checkpoint.every)]
+    if given and not any(saves(events_by_time(folder)) for folder in run_folders):
+        raise ConfigError(
+            f"checkpoint.every: {given[0]} saves checkpoints, and {run_folders[0]}, which has saved none, has not "
+            "shown how long that takes; allowed: 0"
         )
 
 

@@ -13,7 +13,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.hardware import has_cuda
 from streamrl.hub.model import with_local_models
-from streamrl.lab.simulate.calibration import calibrate, learner_kind
+from streamrl.lab.simulate.calibration import ALONE, calibrate, learner_kind
 from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.command import check_lengths, checked
 from streamrl.lab.simulate.figures import WARM_UP, Figures, figures, mean
@@ -32,9 +32,6 @@ from streamrl.recorded.formats import answered_run
 SHORT, LONG = 12, 24
 
 OLDEST = 8.0  # learner steps: the largest bound, unless the command line says otherwise
-
-# Servers that a finished run attached to are another one's by now.
-ALONE = "generate.attach=[]"
 
 LONG_SIMULATIONS = 4  # of a point that is near the front: their mean counts
 
@@ -77,7 +74,7 @@ class Source:
         """Raises ConfigError."""
         if path.is_dir():
             run = answered_run(path)
-            own = load_run(run, [ALONE])
+            own = load_run(run, ALONE)
             check_lengths(run, own, [checked(run, own, overrides)])
             return cls(run / RECORD, tuple(overrides), run)
         return cls(path, tuple(overrides))
@@ -85,13 +82,13 @@ class Source:
     def load(self, further: Sequence[str] = ()) -> Config:
         words = [*self.overrides, *further]
         if self.run is not None:
-            return load_run(self.run, [ALONE, *words])
+            return load_run(self.run, [*ALONE, *words])
         return with_dtype(config_file.load(self.path, words), fresh=True)
 
     @property
     def given(self) -> list[str]:
         """Overrides of a run with the choice, without those of the choice: a finished run gets another name."""
-        again = [] if self.run is None else [f"run.name={self.load().run.name}-tuned", ALONE]
+        again = [] if self.run is None else [f"run.name={self.load().run.name}-tuned", *ALONE]
         return [*again, *self.overrides]
 
     @property
