@@ -64,7 +64,7 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
         print(unchecked)
     warnings = senseless.warnings(config)
     warnings += attached_towers(config)
-    senseless.warn([*warnings, *machine.crowding(config)] if gpus is None else warnings)
+    senseless.warn([*warnings, *machine.crowding(config), *machine.rounding(config)] if gpus is None else warnings)
     print(f"nothing was started or written; run folder: {config.run_folder}")
     return 0
 

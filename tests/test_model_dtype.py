@@ -11,7 +11,9 @@ from streamrl.config.file import ConfigError
 from streamrl.engine import hardware
 from streamrl.model_dtype import with_dtype
 from streamrl.places import load_run
+from streamrl.preflight import machine as preflight_machine
 from streamrl.run_folder import prepare
+from tests.operations_table import GOES_ON, documented
 
 FAST, SLOW = "fpu sse2 avx2 avx512f avx512_bf16", "fpu sse2 avx2 avx512f f16c"
 
@@ -24,7 +26,8 @@ def machine(tmp_path, monkeypatch):
     def be(flags: str, *, gpus: bool = False) -> None:
         core = f"processor\t: 0\nmodel name\t: a CPU\nflags\t\t: {flags}\nbogomips\t: 1\n\n"
         (tmp_path / "cpuinfo").write_text(2 * core)
-        monkeypatch.setattr(model_dtype, "has_cuda", lambda: gpus)
+        for module in (model_dtype, preflight_machine):
+            monkeypatch.setattr(module, "has_cuda", lambda: gpus)
         model_dtype._say.cache_clear()
 
     be(SLOW)
@@ -35,6 +38,10 @@ def machine(tmp_path, monkeypatch):
 def config(model_folders, tmp_path):
     run = {"folder": tmp_path / "runs", "name": "one"}
     return Config.model_validate({"run": run, "model": {"path": model_folders[0], "dtype": "auto"}})
+
+
+def given_dtype(config: Config, dtype: str) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
 @pytest.fixture
@@ -65,12 +72,30 @@ def test_a_machine_that_says_nothing_of_its_cpu_takes_float32(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_dtype_that_is_given_stays_on_any_machine_without_a_word(dtype, machine, config, capsys):
-    given = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+def test_a_dtype_that_is_given_stays_on_any_machine(dtype, machine, config, capsys):
+    given = given_dtype(config, dtype)
     for flags in (FAST, SLOW):
         machine(flags)
         assert with_dtype(given) is given
     assert capsys.readouterr().err == ""
+
+
+def test_a_start_in_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_and_goes_on(
+    machine, config, model_folders, tmp_path, capsys
+):
+    machine(SLOW)
+    model = f"model.path={model_folders[0]}"
+    words = ["configs/quickstart.yaml", "model.dtype=bfloat16", model, f"run.folder={tmp_path}", "run.name=none"]
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("model.dtype") == 1
+    documented("model.dtype: bfloat16 on a CPU without instructions for it...", told, GOES_ON)
+    assert cli.main(["train", *words, "--dry-run", "--gpus", "2"]) == 0
+    assert "model.dtype" not in capsys.readouterr().err  # of a machine that is made up
+    assert not list(preflight_machine.rounding(given_dtype(config, "float32")))
+    for flags, gpus in ((FAST, False), (SLOW, True)):
+        machine(flags, gpus=gpus)
+        assert not list(preflight_machine.rounding(given_dtype(config, "bfloat16")))
 
 
 def test_the_record_has_the_dtype_and_a_resume_on_another_machine_keeps_it(machine, config, capsys):
@@ -88,9 +113,8 @@ def test_the_record_has_the_dtype_and_a_resume_on_another_machine_keeps_it(machi
 
 def test_a_dtype_other_than_the_recorded_one_is_refused_as_ever(machine, config):
     prepare(config, fresh=False)
-    other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     with pytest.raises(ConfigError, match=r"model\.dtype: bfloat16 differs from float32"):
-        prepare(other, fresh=False)
+        prepare(given_dtype(config, "bfloat16"), fresh=False)
 
 
 def test_a_dry_run_and_a_plan_say_what_auto_is_on_the_machine_that_they_are_told_of(

@@ -40,7 +40,8 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
         folder = run_folder.make(config, fresh=fresh, left_out_prompts=left_out)
         if inputs is not None:
             inputs.write(folder / FOLDER)
-        remarks = (*machine.crowding(config), *attached_towers(config), *left_out.lines())
+        of_machine = (*machine.crowding(config), *machine.rounding(config))
+        remarks = (*of_machine, *attached_towers(config), *left_out.lines())
         senseless.warn([*senseless.warnings(config), *remarks])
         yield Supervisor(config, folder)
     finally:

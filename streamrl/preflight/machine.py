@@ -16,7 +16,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
 from streamrl.device_map import device_map
-from streamrl.engine.hardware import has_cuda, visible_gpus
+from streamrl.engine.hardware import bfloat16_instructions, has_cuda, visible_gpus
 from streamrl.learner.megatron_fields import fp8
 from streamrl.learner.shape import read_shape
 from streamrl.preflight import drafts
@@ -112,6 +112,15 @@ def crowding(config: Config) -> Iterator[str]:
         yield (
             f"learner.ranks, generate.workers: {ranks} ranks and {servers} servers share the {cores} cores of this "
             "machine: most of their time goes into waiting for one"
+        )
+
+
+def rounding(config: Config) -> Iterator[str]:
+    """A line where the CPU does not multiply what the run is in."""
+    if config.model.dtype == "bfloat16" and not has_cuda() and bfloat16_instructions() is None:
+        yield (
+            "model.dtype: bfloat16 on a CPU without instructions for it, which computes in float32 and rounds each "
+            "result; auto is float32 here"
         )
 
 

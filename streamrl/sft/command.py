@@ -22,7 +22,7 @@ from streamrl.learner.shape import ModelShape
 from streamrl.learner.token_rows import ROWS, TRAINED, TokenRows
 from streamrl.model_dtype import with_dtype
 from streamrl.places import absolute
-from streamrl.preflight.machine import check_learner_alone
+from streamrl.preflight.machine import check_learner_alone, rounding
 from streamrl.preflight.prompts import tokenizer_of
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.sft.rows import limit_of, tokenise
@@ -53,7 +53,7 @@ def main(config: Config, given: Path, *, fresh: bool = False) -> int:
             folder = run_folder.make(config, fresh=fresh)
             if rows != recorded:
                 rows.rename(folder / ROWS)
-        senseless.warn([*senseless.warnings(config), *lines])
+        senseless.warn([*senseless.warnings(config), *rounding(config), *lines])
         return RowsSupervisor(config, folder, given).run()
     finally:
         os.close(claim)
