@@ -13,6 +13,7 @@ from benchmarks.recipes.scripts import COMMITS, NOT_BUILT, ORIGINS, OWN, WITHOUT
 from streamrl.choices import FAMILIES
 from streamrl.config import Config
 from streamrl.config.file import load
+from streamrl.observe.mismatch import LEAST_ANSWERS
 
 RECIPES = Path("configs/recipes")
 SCREEN = 40  # lines
@@ -63,6 +64,13 @@ def test_a_recipe_reads_in_one_screen_and_fits_its_ranks(name):
     assert config.run.name == Path(name).name
     assert config.learner.ranks % (layout.tensor * layout.pipeline * layout.context) == 0
     assert config.generate.sampling.max_new_tokens < config.learner.tokens_per_micro_batch
+
+
+@pytest.mark.parametrize("file", ["pretrained.yaml", *(f"recipes/{name}.yaml" for name in NAMES)])
+def test_what_may_train_in_bfloat16_compares_its_servers_with_the_learner(file):
+    config = load(Path("configs") / file)
+    assert config.model.dtype in ("auto", "bfloat16")
+    assert config.publish.mismatch >= LEAST_ANSWERS
 
 
 def test_the_math_mix_asks_gsm8k_and_math_in_proportion_to_their_prompts():

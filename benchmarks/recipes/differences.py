@@ -72,6 +72,7 @@ OURS = {
     "model.path": "the name of the model of the script",
     "model.shape": "for a plan without the model",
     "observe.tensorboard": "logs",
+    "publish.mismatch": "logs: how far learner and servers are apart",
     "publish.timeout": "deadlines",
     "replay.group_timeout": "deadlines",
     "replay.max_attempts": "deadlines",
