@@ -80,7 +80,6 @@ def configuration(folder: Path, model: Path, name: str, seed: int, shape: Shape)
         "journal.keep": "resume",
         "checkpoint.every": 0,
         "publish.keep_every": 0,
-        "publish.mismatch": 0,
         "observe.console": "false",
     }
     return with_dtype(config_file.load(CONFIG, [f"{key}={value}" for key, value in overrides.items()]))

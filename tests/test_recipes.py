@@ -66,10 +66,10 @@ def test_a_recipe_reads_in_one_screen_and_fits_its_ranks(name):
     assert config.generate.sampling.max_new_tokens < config.learner.tokens_per_micro_batch
 
 
-@pytest.mark.parametrize("file", ["pretrained.yaml", *(f"recipes/{name}.yaml" for name in NAMES)])
-def test_what_may_train_in_bfloat16_compares_its_servers_with_the_learner(file):
-    config = load(Path("configs") / file)
-    assert config.model.dtype in ("auto", "bfloat16")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_in_bfloat16_compares_its_servers_with_the_learner(name):
+    config = recipe(name)
+    assert config.model.dtype == "bfloat16"
     assert config.publish.mismatch >= LEAST_ANSWERS
 
 

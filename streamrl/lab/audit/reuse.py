@@ -8,8 +8,7 @@ from pathlib import Path
 
 from streamrl.config.replay import ReplayConfig
 from streamrl.replay.history import read_journal
-from streamrl.replay.records import AnyRecord, Began, Consumed, Lost, Measured
-from streamrl.replay.segments import Opening
+from streamrl.replay.records import Began, Consumed, Lost, Measured
 from streamrl.types import Batch, Group
 
 
@@ -79,8 +78,8 @@ class Sizes:
         self._uses: dict[int, list[int]] = {}  # group id: these steps that had it
         self._told: dict[int, float | None] = {}  # group id: its size at the last of them, None for an unknown one
 
-    def add(self, record: AnyRecord) -> Iterator[str]:
-        """The next record. Yields what is wrong with it."""
+    def add(self, record: object) -> Iterator[str]:
+        """The next record, of any kind. Yields what is wrong with it."""
         match record:
             case Consumed(step=step, group_ids=group_ids, reused=reused):
                 self._undo(step)
@@ -120,8 +119,7 @@ def unmeasured(folder: Path, replay: ReplayConfig, *, whole: bool) -> Iterator[s
     """
     sizes = Sizes(replay, whole=whole)
     for entry in read_journal(folder):
-        if not isinstance(entry.record, Opening):
-            yield from sizes.add(entry.record)
+        yield from sizes.add(entry.record)
 
 
 def _nth(number: int) -> str:
