@@ -32,6 +32,10 @@ class Unanswered(ConnectionError):
     """One try that failed; the text says why in one line."""
 
 
+class Silent(Unanswered):
+    """It said nothing in its time."""
+
+
 class RewardModels:
     """The reward models as a worker sees them. `close` it.
 
@@ -64,21 +68,25 @@ class RewardModels:
         turns = [Turn(role=each["role"], content=message_text(each)) for each in prompt.messages or ()]
         ask = Ask(answers=list(answers), text=prompt.text, messages=turns if prompt.messages is not None else None)
         body = msgspec.json.encode(ask)
-        deadline, reason = time.monotonic() + self._settings.patience, "none listens"
+        deadline, reason = time.monotonic() + self._settings.patience, None
         while (now := time.monotonic()) < deadline:
             found = self._idlest(now)
             if found is None:
                 await asyncio.sleep(min(POLL, self._settings.retry))
                 continue
             index, address = found
+            timeout = min(self._settings.timeout, deadline - now)
             try:
-                return await self._ask(index, address, body, len(answers), min(self._settings.timeout, deadline - now))
+                return await self._ask(index, address, body, len(answers), timeout)
             except Unanswered as failed:
-                reason = f"reward-model-{index}: {failed}"
+                was_cut = timeout < self._settings.timeout and isinstance(failed, Silent)
+                if reason is None or not was_cut:
+                    reason = f"reward-model-{index}: {failed}"
                 self._rests[index] = time.monotonic() + self._settings.retry
                 self._events.emit("reward_model.unanswered", index=index, prompt=prompt.index, reason=str(failed))
+        patience = f"{self._settings.patience:g} s"
         raise ScorerUnready(
-            f"no reward model has answered in reward_model.patience={self._settings.patience:g} s: {reason}"
+            f"no reward model has answered in reward_model.patience={patience}: {reason or 'none listens'}"
         )
 
     async def close(self) -> None:
@@ -107,7 +115,7 @@ class RewardModels:
                 raise Unanswered(f"status {status}: {content.decode(errors='replace')[:200]}")
             return scores_of(content, count)
         except TimeoutError:
-            raise Unanswered(f"no reply in {timeout:g} s (reward_model.timeout)") from None
+            raise Silent(f"no reply in {timeout:.3g} s (reward_model.timeout)") from None
         except (aiohttp.ClientError, OSError, BadReply) as error:
             if isinstance(error, Unanswered):
                 raise

@@ -243,6 +243,13 @@ def test_none_that_answers_in_time_leaves_the_group_unjudged_with_the_last_reaso
     )
 
 
+def test_a_last_try_that_patience_cuts_short_does_not_hide_what_was_said_before(tmp_path):
+    broken = Broken(web.Response(status=503, text="full"), 5.0)
+    with pytest.raises(ScorerUnready, match="reward-model-0: status 503: full"):
+        asyncio.run(asked(tmp_path, broken, timeout=1, patience=1))
+    assert broken.asked == 2
+
+
 def test_a_reward_model_that_never_listens_ends_the_wait_with_one_line(tmp_path):
     config = config_of(tmp_path)
     config = config.model_copy(update={"run": config.run.model_copy(update={"start_timeout": 0.1})})
