@@ -70,6 +70,8 @@ def test_what_is_neither_a_run_nor_a_configuration_is_refused_by_name(
     [
         (["--steps", "4"], "--steps: 4 are too few to calibrate; allowed: above 4"),
         (["replay.reuse=2"], "--validate: replay.max_staleness=0 replay.order=fifo: replay.reuse: 2 trains old tokens"),
+        (["run.placement=shared"], "--validate: generate.attach: http://127.0.0.1:1 has devices of its own"),
+        (["generate.servers=2"], "--validate: generate.attach: 1 addresses for generate.workers=1"),
     ],
 )
 def test_what_could_not_be_compared_is_refused_before_anything_is_started(

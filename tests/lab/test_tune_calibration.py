@@ -18,8 +18,7 @@ from streamrl.lab.tune.runs import MICRO_BATCH, Calibration, Measured, cores_of,
 from streamrl.observe.bars import Bar
 from streamrl.recorded.journal import RunJournal
 from tests.lab.test_simulate_run import config, record, truth
-
-TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
+from tests.lab.test_simulate_validation import TWO_CORES
 
 # Keys that a calibration run sets itself, and that the user's own keys depend on.
 COLLIDING = (
@@ -66,23 +65,6 @@ def test_a_quarter_in_flight_is_less_than_the_configured_least() -> None:
     assert fewer(config_file.load(None, given)) == few
     config_file.load(None, [*given, *few])
     assert fewer(config_file.load(None, [*given[:1], "generate.least_in_flight=8"])) == few[:2]
-
-
-@TWO_CORES
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["run.placement=shared"], "--validate: generate.attach: http://127.0.0.1:1 has devices of its own"),
-        (["generate.servers=2"], "--validate: generate.attach: 1 addresses for generate.workers=1"),
-    ],
-)
-def test_what_no_calibration_run_of_a_validation_can_have_is_refused_before_a_server_starts(
-    words: list[str], line: str, model_folders: tuple[Path, Path], monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(validation, "serving", lambda *_: pytest.fail("a server was started"))
-    path = f"model.path={model_folders[0]}"
-    assert cli.main(["simulate", "configs/quickstart.yaml", path, *words, "--validate"]) == 2
-    assert capsys.readouterr().err.startswith(f"streamrl: {line}")
 
 
 def test_the_second_run_is_checked_before_the_first_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
