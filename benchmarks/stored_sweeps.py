@@ -3,8 +3,8 @@
     python -m benchmarks.stored_sweeps [SWEEP ...] [--check]
 
 A SWEEP is the folder of a `streamrl sweep`. The figures of each of its finished runs become
-benchmarks/results/NAME.json; where that has runs with the same settings already, made elsewhere or before, those that
-the folder lacks stay. Once no run of NAME is missing, the text in docs/*.md between
+benchmarks/results/NAME.json; where that has runs with the same settings already, made elsewhere, before or with other
+seeds, those that the folder lacks stay. Once no run of NAME is missing, the text in docs/*.md between
 
     <!-- NAME PART: from benchmarks/results -->
     <!-- end of NAME PART -->
@@ -37,7 +37,8 @@ PAGES = Path(__file__).parents[1] / "docs"
 
 DIGITS = 6  # significant ones of a stored figure
 
-KEPT = ("base", "axis", "baseline", "target", "columns", "ratios", "common", "seeds")  # of a sweep, but for its points
+SETTINGS = ("base", "axis", "baseline", "target", "columns", "ratios", "common")  # of a sweep, but for its points
+KEPT = (*SETTINGS, "seeds")
 
 # Heads of columns, where they are not the figure's name.
 HEADS = {
@@ -94,8 +95,10 @@ def stored(results: Mapping[str, Any], commits: Mapping[str, str], machine: Mapp
 
 
 def joined(before: Stored, now: Stored) -> dict[str, Any]:
-    """All runs of two parts of one sweep, those of `now` where both have one. Raises ValueError for other settings."""
-    differ = [key for key in KEPT if before[key] != now[key]]
+    """All seeds and runs of two parts of one sweep, the runs of `now` where both have one. Raises ValueError for other
+    settings.
+    """
+    differ = [key for key in SETTINGS if before[key] != now[key]]
     if _settings(before) != _settings(now):
         differ.append("points")
     if differ:
@@ -106,7 +109,8 @@ def joined(before: Stored, now: Stored) -> dict[str, Any]:
     ]
     machines = [*before["machines"], *(each for each in now["machines"] if each not in before["machines"])]
     commits = {run: commit for part in (before, now) for commit, runs in part["commits"].items() for run in runs}
-    return {**now, "machines": machines, "commits": _by_commit(commits), "points": points}
+    seeds = sorted({*before["seeds"], *now["seeds"]})
+    return {**now, "machines": machines, "commits": _by_commit(commits), "seeds": seeds, "points": points}
 
 
 def _by_commit(commits: Mapping[str, str]) -> dict[str, list[str]]:

@@ -6,9 +6,11 @@ import pytest
 
 from launch import description, folder
 from streamrl import cli, model_dtype
-from streamrl.config import Config
+from streamrl.config import Config, file
 from streamrl.config.file import ConfigError
 from streamrl.engine import hardware
+from streamrl.engine.server import ServerFailed
+from streamrl.lab import evaluation
 from streamrl.model_dtype import with_dtype
 from streamrl.places import load_run
 from streamrl.preflight import machine as preflight_machine
@@ -96,6 +98,20 @@ def test_a_start_in_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_a
     for flags, gpus in ((FAST, False), (SLOW, True)):
         machine(flags, gpus=gpus)
         assert not list(preflight_machine.rounding(given_dtype(config, "bfloat16")))
+
+
+def test_an_evaluation_in_bfloat16_on_such_a_cpu_is_warned_of_too(told, model_folders, tmp_path, monkeypatch):
+    machine, config, capsys = told
+
+    async def fail(*_: object) -> None:
+        raise ServerFailed("no server in this test")
+
+    monkeypatch.setattr(evaluation, "_evaluate", fail)
+    file.save(given_dtype(config, "bfloat16"), tmp_path / "config.yaml")
+    for flags, warned in ((SLOW, 1), (FAST, 0)):
+        machine(flags)
+        assert cli.main(["eval", "--run-folder", str(tmp_path), "--model", str(model_folders[0])]) == 1
+        assert capsys.readouterr().err.count("model.dtype: bfloat16 on a CPU without instructions") == warned
 
 
 def test_the_record_has_the_dtype_and_a_resume_on_another_machine_keeps_it(machine, config, capsys):

@@ -19,7 +19,7 @@ import uvloop
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from streamrl.config import Config
+from streamrl.config import Config, senseless
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig
 from streamrl.engine.client import EngineError
@@ -35,7 +35,7 @@ from streamrl.hub.repository import label
 from streamrl.lab.output import check_new_folder
 from streamrl.observe.bars import Bar
 from streamrl.observe.ending import MODEL, saved_model
-from streamrl.preflight.machine import check_generator
+from streamrl.preflight.machine import check_generator, rounding
 from streamrl.publish.peft import is_adapter
 from streamrl.recorded.weights import kept_versions
 from streamrl.tasks import left_out
@@ -72,6 +72,7 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
         check_evaluated(served)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    senseless.warn(rounding(served) if engine.trains else ())
     too_long = {} if run_folder is None else left_out.load(run_folder).evaluated
     try:
         evaluation, questions = uvloop.run(_evaluate(engine, served, weights, too_long))

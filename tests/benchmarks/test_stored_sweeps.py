@@ -199,6 +199,18 @@ def test_the_seeds_of_joined_parts_are_in_the_order_of_their_numbers():
     assert list(joined(part([10, 1]), part([2]))["points"][0]["runs"]) == ["1", "2", "10"]
 
 
+def test_a_part_with_other_seeds_adds_them():
+    first, second = (
+        {**content, "points": [{**content["points"][0], "runs": {str(seed): {"reward": reward} for seed in seeds}}]}
+        for seeds, reward in (([11, 12], 0.5), ([2, 12], 0.7))
+        for content in [kept_of(results({"a": [reward]}, seeds=seeds))]
+    )
+    both = joined(first, second)
+    assert both["seeds"] == [2, 11, 12]
+    assert {seed: run["reward"] for seed, run in both["points"][0]["runs"].items()} == {"2": 0.7, "11": 0.5, "12": 0.7}
+    assert missing({**both, "seeds": [2, 11, 12, 13]}) == ["a-seed13"]
+
+
 def test_parts_of_sweeps_with_other_settings_are_not_joined(sweep):
     other = json.loads(json.dumps(sweep))
     other["points"][0]["settings"] = {"algo.weight_cap": 3}
