@@ -117,7 +117,7 @@ class LearnerModel:
             raise AssertionError(f"the run was ended at step {self.version.step}")
         if delivery.batch is not None:
             self._begin(delivery)
-        elif self._is_catching_up() and self._offered != self.version:
+        elif delivery.kind == "lost" and self._is_catching_up() and self._offered != self.version:
             self._offer()
 
     def dies(self) -> None:
@@ -162,9 +162,10 @@ class LearnerModel:
     def _publish_is_due(self) -> bool:
         if self._is_catching_up() or self._offered == self.version:
             return False
-        step = self.version.step
+        step, published = self.version.step, self._source.published
         last = step >= self._config.run.steps
-        return self._offered is None or step % self._config.publish.every == 0 or last
+        has_caught_up = self._offered is None or (published is not None and self._offered.step < published.step)
+        return has_caught_up or step % self._config.publish.every == 0 or last
 
     def _is_catching_up(self) -> bool:
         published = self._source.published

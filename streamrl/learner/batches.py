@@ -23,6 +23,7 @@ from streamrl.stream.messages import (
     Finished,
     GaveUp,
     Hello,
+    Lost,
     Measured,
     Message,
     Next,
@@ -42,9 +43,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a source has: a batch, nothing yet, or the wish to stop."""
+    """What a source has: a batch, nothing yet, groups of it that were lost and are generated again, or the wish to
+    stop."""
 
-    kind: Literal["batch", "nothing", "stop"]
+    kind: Literal["batch", "nothing", "lost", "stop"]
     batch: Batch | None = None
     stats: dict[str, Any] = field(default_factory=dict)  # metrics that only the service knows
     failure: str | None = None  # of a stop: why the run is given up; None where it is over in good order
@@ -138,6 +140,7 @@ class ServiceBatches:
         self._stopped = False
         self._failure: str | None = None  # why the run was given up, if it was
         self._asked: int | None = None
+        self._lost: int | None = None  # the step whose groups are generated again, of those that servers are beyond
         self._since = time.monotonic()  # that it was asked, or of the greeting
         self._last: Finished | Exited | None = None  # what was said of the end, for a service that was started again
         self._late: list[Evaluated] = []  # that came without a batch
@@ -175,7 +178,7 @@ class ServiceBatches:
             self._delivered = received.ledger
             return Delivery("batch", received.batch, _metrics(received.stats))
         self._check_silence()
-        return Delivery("nothing")
+        return Delivery("lost" if self._lost == step else "nothing")
 
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
         group_id, attempt = group
@@ -249,6 +252,8 @@ class ServiceBatches:
         received = self._peer.receive(timeout)
         if isinstance(received, Welcome):
             self.published, self._welcomed = received.published, True
+        elif isinstance(received, Lost):
+            self._lost = received.step
         elif isinstance(received, Evaluated):
             self._late.append(received)
         elif isinstance(received, Stop):

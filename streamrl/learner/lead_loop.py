@@ -156,15 +156,14 @@ class LeadLoop:
                 delivery = self.source.next(step, self.config.learner.tick)
                 if self.stop.given:
                     delivery = Delivery("stop")
-                if delivery.kind == "nothing" and self._watch.is_over(time.monotonic()):
+                if delivery.kind in ("nothing", "lost") and self._watch.is_over(time.monotonic()):
                     delivery = Delivery("stop", failure=self._watch.line(f"step {step} has no batch"))
-                if delivery.kind != "nothing":
+                if delivery.kind in ("batch", "stop"):
                     return delivery
                 self.trainer.broadcast("wait")
                 self._report_saved()
-                if self._is_catching_up() and self._offered != self.trainer.version:
-                    # The step's groups were lost and are generated again, maybe by servers that need weights for it.
-                    self._publish()
+                if delivery.kind == "lost" and self._is_catching_up() and self._offered != self.trainer.version:
+                    self._publish()  # the servers that generate the step again may need weights for it
 
     def _train(self, delivery: Delivery, began: float) -> dict[str, Any]:
         """One learner step on a delivered batch; returns its metrics row without the totals."""
@@ -284,7 +283,9 @@ class LeadLoop:
         """Every `publish.every` steps, at the end, and when a resumed learner has caught up with what was published."""
         if self._is_catching_up():
             return False
-        return self._offered is None or self._due(self.config.publish.every) or self._is_last()
+        published = self.source.published
+        has_caught_up = self._offered is None or (published is not None and self._offered.step < published.step)
+        return has_caught_up or self._due(self.config.publish.every) or self._is_last()
 
     def _is_catching_up(self) -> bool:
         """Some server has had newer weights than these: a generator's version never goes back."""

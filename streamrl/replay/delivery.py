@@ -50,6 +50,15 @@ class Delivery:
         self._later = _NOW  # when the frames of the batch are tried again
         self._tokens = 0  # generated, in the groups accepted since the last batch
 
+    @property
+    def lost(self) -> int | None:
+        """The step that was asked for, where its groups are generated again, though servers have had later weights."""
+        buffer = self._durable.buffer
+        newest = buffer.acknowledged
+        if self.asked is None or newest is None or not buffer.next_step <= self.asked < newest.step:
+            return None
+        return self.asked
+
     def accepted(self, tokens: int) -> None:
         """Count a group."""
         self._tokens += tokens

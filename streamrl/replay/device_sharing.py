@@ -45,7 +45,7 @@ class DeviceSharing:
     >>> sharing = DeviceSharing()
     >>> sharing.lend()
     >>> sharing.owner, sharing.word
-    (<Owner.SERVERS: 2>, Wake(v=10, number=1))
+    (<Owner.SERVERS: 2>, Wake(v=11, number=1))
     >>> sharing.claim(workers=[]), sharing.owner
     (True, <Owner.LEARNER: 1>)
     """

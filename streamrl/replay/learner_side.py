@@ -15,6 +15,7 @@ from streamrl.stream.messages import (
     GaveUp,
     Heartbeat,
     Hello,
+    Lost,
     MalformedMessage,
     Measured,
     Message,
@@ -33,6 +34,7 @@ class LearnerSide:
         self._run = run
         self._watch = ProgressWatch(run.config, now)
         self._herald = Herald(run.config.progress_timeout)
+        self._lost: int | None = None  # the step that the learner knows to be generated again
 
     def handle_hello(self, identity: bytes, hello: Hello, now: float) -> str | None:
         """A learner begins at its checkpoint. Returns why it cannot take part; None where it can."""
@@ -62,7 +64,7 @@ class LearnerSide:
             case Heartbeat():
                 pass
             case Next(step=step):
-                run.delivery.asked = step
+                run.delivery.asked, self._lost = step, None
             case Quarantined(step=step, group_id=group_id, attempt=attempt, reason=reason):
                 if run.buffer.quarantine(step, group_id, attempt, reason):
                     run.delivery.quarantined(step)
@@ -125,6 +127,10 @@ class LearnerSide:
         except ValueError as error:
             run.fail(f"the learner lost its place: {error}")
             return
+        if ready is None and (lost := run.delivery.lost) != self._lost:
+            self._lost = lost
+            if lost is not None:
+                run.send(learner, Lost(step=lost))
         if not self._has_devices(complete=ready is not None) or ready is None:
             return
         if run.send(learner, *ready):

@@ -1,6 +1,6 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 10, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
+    frame 0   {"v": 11, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
     frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns | images
                                                                                           (8 bytes an output token)
 

@@ -1,13 +1,13 @@
 """What the processes of a run send to the replay service and receive from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 10, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 11, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
     worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Mismatch Evaluated Asleep GaveUp Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Progress Sleep Wake Introduce Stop
     learner   ─▶ service   Hello Heartbeat Next Quarantined Measured Progress Saved Finished Exited GaveUp Bye
-    service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
+    service   ─▶ learner   Welcome Lost BatchHeader (+ groups) Evaluated Introduce Stop
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
     service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
 
@@ -27,7 +27,7 @@ from msgspec import Meta
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 10  # raised by every change that an older peer would misread
+PROTOCOL = 11  # raised by every change that an older peer would misread
 
 NUMBERED = 8  # bytes of its number before every header frame (`stream/sockets.py`)
 
@@ -118,7 +118,7 @@ class Introduce(Message, frozen=True, kw_only=True):
 class Welcome(Message, frozen=True, kw_only=True):
     """The service's answer to a learner's Hello: `published` is the newest version that any server ever had.
 
-    A learner publishes nothing below that step: it trains the redelivered batches first.
+    A learner publishes nothing below that step: it trains the redelivered batches first, unless one is Lost.
     """
 
     published: PolicyVersion | None = None
@@ -270,6 +270,15 @@ class Next(Message, frozen=True, kw_only=True):
     step: Count
 
 
+class Lost(Message, frozen=True, kw_only=True):
+    """Groups of `step`, which the learner asked for, are generated again, though servers have had weights beyond it.
+
+    The servers that generate them may need weights of that step.
+    """
+
+    step: Count
+
+
 class BatchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the learner cannot know by itself, for its metrics."""
 
@@ -353,7 +362,7 @@ class GaveUp(Message, frozen=True, kw_only=True):
 
 _EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
 _WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Mismatch, Evaluated, Sleep, Asleep, Wake)
-_LEARNER = (Welcome, Next, Quarantined, Measured, Progress, Saved, Finished, Exited, GaveUp, BatchHeader)
+_LEARNER = (Welcome, Next, Lost, Quarantined, Measured, Progress, Saved, Finished, Exited, GaveUp, BatchHeader)
 _PUBLISHER = (Announce, Publish, Roster)
 _DECODERS = {
     _kind(message.__name__): msgspec.msgpack.Decoder(message)

@@ -21,6 +21,7 @@ from streamrl.stream.messages import (
     Finished,
     Hello,
     Introduce,
+    Lost,
     Next,
     Progress,
     Saved,
@@ -148,6 +149,23 @@ def test_a_service_that_was_started_again_gets_the_present_version_its_ledger_an
     service.generous = True
     service.send(Introduce())
     assert take(source, 5).batch.step == 5
+
+
+def test_a_step_that_is_generated_again_is_another_one_than_a_batch_that_takes_its_time(service, source):
+    begin(source)
+    service.generous = False
+    assert source.next(4, TICK).kind == "nothing"
+    service.send(Lost(step=3))
+    assert source.next(4, 2.0).kind == "nothing"
+    service.send(Lost(step=4))
+    assert source.next(4, 2.0).kind == "lost"
+    assert source.next(4, TICK).kind == "lost"
+    service.generous = True
+    service.send(Introduce())
+    deadline = time.monotonic() + WAIT
+    while (delivery := source.next(4, TICK)).kind == "lost":
+        assert time.monotonic() < deadline
+    assert delivery.batch.step == 4
 
 
 def test_a_service_that_stays_silent_ends_the_learner_at_its_deadline(service, source):

@@ -105,12 +105,16 @@ def checkpoint(step: int) -> Checkpoint:
 
 
 class Source:
-    """Gives every batch at once, save those of `late` steps, for which it has nothing twice."""
+    """Gives every batch at once, save those of `late` steps, for which it has nothing twice.
 
-    def __init__(self, published: PolicyVersion | None, late: tuple[int, ...] = ()) -> None:
+    Those of `lost` steps are late because they are generated again.
+    """
+
+    def __init__(self, published: PolicyVersion | None, late: tuple[int, ...] = (), lost: tuple[int, ...] = ()) -> None:
         self.published = published
         self.ledger: Ledger | None = None
-        self.late = dict.fromkeys(late, 2)
+        self.late = dict.fromkeys((*late, *lost), 2)
+        self.lost = lost
         self.told: list[Any] = []
         self.evaluated: list[Evaluated] = []  # behind the last batch
         self.asked_to_begin = 0
@@ -122,7 +126,7 @@ class Source:
     def next(self, step: int, timeout: float) -> Delivery:
         if self.late.get(step, 0):
             self.late[step] -= 1
-            return Delivery("nothing")
+            return Delivery("lost" if step in self.lost else "nothing")
         return Delivery("batch", make_batch(step), STATS)
 
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
@@ -226,8 +230,13 @@ def test_a_resumed_learner_publishes_nothing_that_is_older_than_what_servers_had
 
 
 def test_a_redelivered_step_that_has_to_be_generated_again_gets_weights_for_it(tmp_path):
-    _, offered = run(tmp_path, Source(PolicyVersion(5), late=(3,)), PolicyVersion(2, 1), steps=6)
-    assert offered == ["3.1", "5.1", "6.1"]
+    _, offered = run(tmp_path, Source(PolicyVersion(5), lost=(3,)), PolicyVersion(2, 1), steps=8, every=3)
+    assert offered == ["3.1", "5.1", "6.1", "8.1"]
+
+
+def test_a_redelivered_step_that_takes_its_time_is_waited_for(tmp_path):
+    _, offered = run(tmp_path, Source(PolicyVersion(5), late=(3,)), PolicyVersion(2, 1), steps=8, every=3)
+    assert offered == ["5.1", "6.1", "8.1"]
 
 
 def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_is_told_of_it(tmp_path):

@@ -14,7 +14,18 @@ from test_service_recovery import flip_a_byte
 from streamrl.replay.journal import recorded_batches
 from streamrl.replay.records import Place
 from streamrl.replay.segments import JournalDamaged, _read_entry, load_frames, segment_path
-from streamrl.stream.messages import Accepted, Applied, Credit, Hello, Next, Quarantined, Refused, Saved, ServerState
+from streamrl.stream.messages import (
+    Accepted,
+    Applied,
+    Credit,
+    Hello,
+    Lost,
+    Next,
+    Quarantined,
+    Refused,
+    Saved,
+    ServerState,
+)
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion
@@ -116,6 +127,7 @@ def test_rot_that_is_found_when_checkpoints_have_moved_on_costs_its_groups_alone
         assert ids(deliver(learner, step)) == [2 * step, 2 * step + 1]
     learner.send(Saved(version=PolicyVersion(4), oldest=4))
     learner.send(Next(step=5))
+    assert receive(learner, Lost).step == 5
     again = receive_tickets(worker, 2)
     assert [(ticket.group_id, ticket.attempt, ticket.prompt_index) for ticket in again] == [(10, 1, 10), (11, 1, 11)]
     for ticket in again:
@@ -138,6 +150,7 @@ def test_a_record_that_is_another_groups_is_damage(start: Callable[..., Running]
         load_frames(running.folder / "journal", here, (0, 0))
     learner = running.learner(PolicyVersion(0, incarnation=1))
     learner.send(Next(step=0))
+    assert receive(learner, Lost).step == 0
     again = receive_tickets(worker, 2)
     assert [(ticket.group_id, ticket.attempt) for ticket in again] == [(0, 1), (1, 1)]
     for ticket in again:

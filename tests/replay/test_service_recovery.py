@@ -44,6 +44,7 @@ from streamrl.stream.messages import (
     Heartbeat,
     Hello,
     Introduce,
+    Lost,
     Message,
     Next,
     PublishFailed,
@@ -508,10 +509,14 @@ def test_frames_that_are_found_damaged_at_their_delivery_are_generated_again(
     for step in range(2):
         learner.send(Next(step=step))
         receive(learner, ReceivedBatch)
+    running.announce(V1)
+    worker.send(Applied(server="w-server", version=V1))
+    assert [ticket.group_id for ticket in receive_tickets(worker, 2)] == [4, 5]
     (segment,) = (running.folder / "journal").glob("*.journal")
     flip_a_byte(segment, make_group(1))
     learner = running.learner(PolicyVersion(0, incarnation=1))
     learner.send(Next(step=0))
+    assert receive(learner, Lost).step == 0  # the server may have lost its weights meanwhile
     (again,) = receive_tickets(worker, 1)
     assert (again.group_id, again.attempt, again.prompt_index) == (1, 1, 1)
     assert isinstance(answer(worker, make_group, again), Accepted)

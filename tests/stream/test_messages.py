@@ -23,6 +23,7 @@ from streamrl.stream.messages import (
     Finished,
     Heartbeat,
     Hello,
+    Lost,
     MalformedMessage,
     Measured,
     Message,
@@ -63,6 +64,7 @@ ONE_OF_EACH = [
     Publish(server="server-0", version=V, manifest={"buckets": [1, 2], "dtype": "float32"}, scored=(SCORED,)),
     Stop(reason="done"),
     Next(step=3),
+    Lost(step=3),
     Measured(step=3, ess=(0.5, None, 1.0)),
     Progress(version=V, signals={"offpolicy/ess": 0.5}),
     Finished(version=V),
@@ -93,7 +95,7 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 10"),
+        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 11"),
         ({**CREDIT, "kind": "debit"}, "unknown kind 'debit'"),
         ({**CREDIT, "extra": 1}, "unknown field `extra`"),
         ({"v": PROTOCOL, "kind": "credit"}, "missing required field `capacity`"),
