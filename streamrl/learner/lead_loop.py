@@ -26,6 +26,7 @@ from streamrl.learner.exits import Exits
 from streamrl.learner.mismatch import MismatchAnswers
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.reward_penalty import of_groups
+from streamrl.learner.room import RoomWait
 from streamrl.learner.row_batches import held_out
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
@@ -88,6 +89,7 @@ class LeadLoop:
         self._mismatch = MismatchAnswers.of(config, trainer) if publisher is not None else None
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
         self._held_out = held_out(run_folder) if config.trains_rows else None
+        self._room = RoomWait(config, trainer.broadcast)
 
     def run(self) -> None:
         """Train until `run.steps`, a stop signal, the source's wish to stop, or a configured exit; then publish, save,
@@ -195,7 +197,7 @@ class LeadLoop:
 
     def _write(self, row: dict[str, Any]) -> None:
         """Write the metrics of a step, and log what they say is wrong."""
-        self.metrics.write(row)
+        self.metrics.write(row, self._room)
         for hint in self._hints.feed(row):
             log.warning("%s", hint.line)
 
@@ -224,12 +226,8 @@ class LeadLoop:
             return 0.0
         began = time.monotonic()
         scored = () if self._mismatch is None else self._mismatch.finish()
-        limit = self.config.run.silence_timeout
         with self.events.span("learner.offer", version=str(self.trainer.version)):
-            while not self.publisher.ready(self.config.learner.tick):
-                if time.monotonic() - began > limit:  # before the other ranks begin an export
-                    raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
-                self.trainer.broadcast("wait")
+            self._await_publisher(self.publisher)
             self.trainer.broadcast("export")
             trainer = self.trainer
             trainer.lend(self.publisher.offer(trainer.version, trainer.export(), trainer.resident, scored))
@@ -237,6 +235,24 @@ class LeadLoop:
                 self._await_servers(self.publisher)
         self._offered = self.trainer.version
         return time.monotonic() - began
+
+    def _await_publisher(self, publisher: Publisher) -> None:
+        """Before the other ranks begin an export, wait until the publisher takes it.
+
+        Raises RuntimeError after `run.silence_timeout` seconds, and RunFailedError where its disk has no room for
+        `run.progress_timeout` seconds.
+        """
+        began = since = time.monotonic()
+        limit = self.config.run.silence_timeout
+        while not publisher.ready(self.config.learner.tick):
+            now = time.monotonic()
+            if publisher.lacks_room:
+                since = now
+                self._room(now - began)
+            elif now - since > limit:
+                raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
+            else:
+                self.trainer.broadcast("wait")
 
     def _await_servers(self, publisher: Publisher) -> None:
         """The servers' turn begins once they have the version: they generate with it from the first token on."""
@@ -277,7 +293,7 @@ class LeadLoop:
         if complete and self.publisher is not None:
             self.publisher.wait(self.config.publish.timeout + self.config.evaluate.longest)
         for late in self.source.end(self.trainer.version if complete else None):
-            self.metrics.amend(late.version.step, late.metrics)
+            self.metrics.amend(late.version.step, late.metrics, RoomWait(self.config))
 
     def _publish_is_due(self) -> bool:
         """Every `publish.every` steps, at the end, and when a resumed learner has caught up with what was published."""

@@ -21,6 +21,7 @@ from streamrl.learner import mismatch, trained_model
 from streamrl.learner.batches import BatchSource, RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.lead_loop import FOR_GOOD, LeadLoop, StopSignal
+from streamrl.learner.room import RoomWait
 from streamrl.learner.row_batches import RowBatches
 from streamrl.learner.trainer import Trainer
 from streamrl.observe import ending
@@ -98,11 +99,11 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
     else:
         source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
         publisher = Publisher(config, run_folder, trainer.version, events)
-    metrics = MetricsWriter(run_folder, open_sinks(config, run_folder), patience=config.run.silence_timeout)
+    metrics = MetricsWriter(run_folder, open_sinks(config, run_folder))
     for name, where in metrics.places.items():
         events.emit("sink", name=name, where=where)
-    metrics.truncate_after(trainer.version.step)
     try:
+        metrics.truncate_after(trainer.version.step, RoomWait(config, trainer.broadcast))
         LeadLoop(
             config, run_folder, trainer, source, stop=stop, metrics=metrics, events=events, publisher=publisher
         ).run()

@@ -7,13 +7,12 @@ import logging
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.observe.disk import NO_ROOM, append
+from streamrl.observe.disk import RoomCheck, append, in_room
 from streamrl.observe.sinks.base import Sink
 from streamrl.types import FAILURES, Batch
 from streamrl.whole_files import drafted
@@ -21,8 +20,6 @@ from streamrl.whole_files import drafted
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the rows: a name with another meaning makes another format, a new name does not
-
-ROOM_POLL = 1.0  # seconds between two tries on a full disk
 
 # The suffix of a metric over the tokens of one staleness bucket: /s0, /s3_4, /s9+.
 _BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")
@@ -246,29 +243,28 @@ def _of_any_task(begin: re.Match[str]) -> str:
 class MetricsWriter:
     """Appends to `RUN/metrics.jsonl`, one line and one `write` a step, and hands the same to the sinks.
 
-    On a full disk every method waits for room, and raises OSError when `patience` seconds brought none: the next step
-    must not be trained, and the next checkpoint not written, without the row of this one.
+    On a full disk a method with a `check` waits for room as `in_room` says: the next step must not be trained, and the
+    next checkpoint not written, without the row of this one.
     """
 
-    def __init__(self, run_folder: Path, sinks: Sequence[Sink] = (), *, patience: float = 0.0) -> None:
+    def __init__(self, run_folder: Path, sinks: Sequence[Sink] = ()) -> None:
         self.path = run_folder / "metrics.jsonl"
-        self._patience = patience
         self._sinks = tuple(sinks)
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int, check: RoomCheck | None = None) -> None:
         """Cut every row beyond `step`, and a row that a crash has torn: what a resume at `step` begins with.
 
         The rows that stay are kept byte for byte.
         """
         with self.path.open("rb") as rows:
             kept = [row for row in rows if (read := parse_row(row)) is not None and read["step"] <= step]
-        self._replace(b"".join(kept))
+        self._replace(b"".join(kept), check)
         for sink in self._sinks:
             sink.truncate_after(step)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, Any], check: RoomCheck | None = None) -> None:
         """Append the metrics of one step; a number that is not finite is written as null.
 
         Raises ValueError for a row without `step` and for names that the table does not know.
@@ -281,7 +277,7 @@ class MetricsWriter:
         if lost:
             log.warning("step %s: not finite: %s", row["step"], ", ".join(lost))
         line = json.dumps(finite, default=_plain, allow_nan=False).encode() + b"\n"
-        self._in_room(lambda: append(self._file, line))
+        in_room(self.path, lambda: append(self._file, line), check)
         for sink in self._sinks:
             sink.write(int(row["step"]), finite)
 
@@ -295,7 +291,7 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write_batch(step, batch)
 
-    def amend(self, step: int, late: Mapping[str, Any]) -> None:
+    def amend(self, step: int, late: Mapping[str, Any], check: RoomCheck | None = None) -> None:
         """Add what was known only later to the row of `step`, or to the next to it that tells nothing of the kind.
 
         The file is replaced as a whole.
@@ -307,7 +303,7 @@ class MetricsWriter:
         if free:
             place = min(free, key=lambda place: (abs(rows[place]["step"] - step), -place))
             lines[place] = json.dumps({**rows[place], **known}, default=_plain, allow_nan=False).encode() + b"\n"
-        self._replace(b"".join(lines))
+        self._replace(b"".join(lines), check)
         for sink in self._sinks:
             sink.write(step, known)
 
@@ -320,27 +316,12 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.close()
 
-    def _replace(self, rows: bytes) -> None:
+    def _replace(self, rows: bytes, check: RoomCheck | None) -> None:
         """Put another file in place of the present one, whole or not at all."""
         with drafted(self.path) as draft:
-            self._in_room(lambda: draft.write_bytes(rows))
+            in_room(self.path, lambda: draft.write_bytes(rows), check)
         os.close(self._file)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-
-    def _in_room(self, write: Callable[[], object]) -> None:
-        """Do it once the disk has room for it."""
-        deadline, waits = time.monotonic() + self._patience, False
-        while True:
-            try:
-                write()
-                return
-            except OSError as error:
-                if error.errno not in NO_ROOM or time.monotonic() >= deadline:
-                    raise
-                if not waits:
-                    log.error("%s: %s; training waits for room", self.path, error.strerror)
-                waits = True
-            time.sleep(ROOM_POLL)
 
 
 def read_metrics(run_folder: Path) -> Iterator[dict[str, Any]]:

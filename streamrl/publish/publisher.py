@@ -26,7 +26,7 @@ import torch
 from streamrl.config import Config
 from streamrl.device_copy import Copied
 from streamrl.observe.events import EventLog
-from streamrl.publish.kept_versions import keep
+from streamrl.publish.kept_versions import KeptVersions
 from streamrl.publish.server_weights import Servers, ServerWeights, State
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.staging import Staged
@@ -57,6 +57,9 @@ ROSTER_POLL = 0.05
 # Seconds of one wait for the service while bytes are under way: the time that a failure goes unnoticed, and what
 # a broadcast that has finished may wait for its successor.
 WAIT_POLL = 0.002
+
+# Seconds between two tries to keep a version on a full disk: each one fills it.
+KEEP_POLL = 10.0
 
 # What an iterator returns that has come to its end.
 _END = object()
@@ -103,6 +106,7 @@ class Publisher:
         self._run = run_identity(run_folder, config.run.id).id
         self._version = version
         self._events = events
+        self._kept = KeptVersions(config, run_folder, events)
         self._staging = make_staging(config)
         self._staging_lock = threading.Lock()  # held while the staged bytes are written, or read
         self._changed = threading.Condition()
@@ -127,6 +131,11 @@ class Publisher:
         with self._changed:
             self._count(waited=self._shared.statistics.waited + time.monotonic() - began)
         return free
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the former version waits for room on the disk, where it is to be kept (`publish.keep_every`)."""
+        return self._kept.lacks_room
 
     def offer(
         self,
@@ -260,6 +269,9 @@ class Publisher:
                 return
             if is_new:
                 self._await_copy(peer, staged)
+                if not self._kept.add(staged):  # before any server has it: no token without what it is checked with
+                    self._pause(KEEP_POLL)
+                    return
                 self._announce(peer, staged)
             if due := [] if stopped else self._due(staged.version):
                 began, at_once = time.monotonic(), self._config.publish.at_once
@@ -284,12 +296,11 @@ class Publisher:
                 raise RuntimeError(f"version {staged.version} was not copied in run.silence_timeout={limit:g} s")
             self._receive(peer, WAIT_POLL)
 
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._shared.closing, seconds)
+
     def _announce(self, peer: Peer, staged: Staged) -> None:
-        """A version is kept before any server has it: no token without the weights that it can be checked with."""
-        every = self._config.publish.keep_every
-        if every and staged.version.step % every == 0:
-            with self._events.span("publish.keep", version=str(staged.version)):
-                keep(staged, self._config, self._run_folder)
         peer.send(Announce(version=staged.version))
         with self._changed:
             self._shared.servers.announced()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from streamrl.learner.batches import Delivery
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.lead_loop import LeadLoop
+from streamrl.observe.disk import append
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.progress import RunFailedError
@@ -154,6 +158,8 @@ class Publisher:
         self.offered: list[str] = []
         self.scored: tuple[int, ...] = ()  # answers with each of them
 
+    lacks_room = False
+
     def ready(self, timeout: float) -> bool:
         return True
 
@@ -182,6 +188,7 @@ def run(
     *,
     exits: dict[str, float] | None = None,
     mismatch: int = 0,
+    publisher: Publisher | None = None,
     **checkpoint: Any,
 ) -> tuple[Trainer, list[str]]:
     config = Config.model_validate(
@@ -192,7 +199,7 @@ def run(
             "checkpoint": {"every": 2, **checkpoint},
         }
     )
-    trainer, publisher = Trainer(start), Publisher()
+    trainer, publisher = Trainer(start), publisher or Publisher()
     events, metrics = EventLog(event_path(folder, "learner"), "learner-0"), MetricsWriter(folder)
     loop = LeadLoop(config, folder, trainer, source, stop=Stop(), metrics=metrics, events=events, publisher=publisher)
     loop.run()
@@ -298,6 +305,85 @@ def test_an_evaluation_that_ends_behind_the_last_step_is_added_to_the_row_of_its
     source.evaluated = [Evaluated(version=PolicyVersion(step), metrics={"eval/step": step}) for step in (2, 3)]
     run(tmp_path, source, PolicyVersion(0), steps=3)
     assert [row.get("eval/step") for row in read_metrics(tmp_path)] == [None, 2.0, 3.0]
+
+
+class FullDisk:
+    """A disk without room for so many seconds, by a clock that is told the time, and its `time` module."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now = 0.0
+        self.room_at = seconds
+        self.said: list[float] = []  # when the other ranks had a word
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def append(self, file: int, record: bytes) -> None:
+        if self.now < self.room_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(file, record)
+
+
+@pytest.fixture
+def full_disk(request, monkeypatch) -> FullDisk:
+    disk = FullDisk(request.param)
+    monkeypatch.setattr("streamrl.observe.disk.time", disk)
+    monkeypatch.setattr("streamrl.observe.metrics.append", disk.append)
+    broadcast = Trainer.broadcast
+
+    def heard(trainer: Trainer, value: Any) -> Any:
+        disk.said.append(disk.now)
+        return broadcast(trainer, value)
+
+    monkeypatch.setattr(Trainer, "broadcast", heard)
+    return disk
+
+
+@pytest.mark.parametrize("full_disk", [1000.0], indirect=True)  # above learner.collective_timeout
+def test_a_row_waits_for_room_and_the_other_ranks_with_it(full_disk, tmp_path):
+    run(tmp_path, Source(None), PolicyVersion(0), steps=2)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert max(later - said for said, later in itertools.pairwise(full_disk.said)) < 10
+
+
+@pytest.mark.parametrize("full_disk", [math.inf], indirect=True)
+def test_a_disk_that_stays_full_ends_the_run_after_progress_timeout(full_disk, tmp_path):
+    with pytest.raises(RunFailedError) as failed:
+        run(tmp_path, Source(None), PolicyVersion(0), steps=2)
+    documented(
+        "no learner step in run.progress_timeout=... s: the disk of the run folder is full", str(failed.value), 1
+    )
+    assert full_disk.now > Config().progress_timeout
+
+
+class WithoutRoom(Publisher):
+    """It keeps a version, and finds room for it after so many asks, each a `learner.tick`."""
+
+    def __init__(self, clock: FullDisk, asks: int) -> None:
+        super().__init__()
+        self._clock, self._asks = clock, asks
+
+    @property
+    def lacks_room(self) -> bool:
+        return self._asks > 0
+
+    def ready(self, timeout: float) -> bool:
+        self._clock.now += timeout
+        self._asks -= 1
+        return self._asks <= 0
+
+
+@pytest.mark.parametrize("full_disk", [0.0], indirect=True)
+def test_a_version_that_is_kept_waits_for_room_longer_than_a_publisher_may_be_silent(full_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.learner.lead_loop.time", full_disk)
+    config = Config()
+    asks = math.ceil(2 * config.run.silence_timeout / config.learner.tick)
+    _, offered = run(tmp_path, Source(None), PolicyVersion(0), 1, publisher=WithoutRoom(full_disk, asks))
+    assert offered == ["0.0", "1.0"]
+    assert max(later - said for said, later in itertools.pairwise(full_disk.said)) < 10
 
 
 class Starved(Source):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,19 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from streamrl.config import Config
 from streamrl.device_copy import Copied, CpuCopy
 from streamrl.engine.client import EngineClient
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.weight_sinks import make_sink
+from streamrl.observe.disk import lacks_room
 from streamrl.observe.events import EventLog, event_path, read_events
-from streamrl.publish import publisher
+from streamrl.publish import kept_versions, publisher
 from streamrl.publish.publisher import Publisher
 from streamrl.publish.staging import Staged
 from streamrl.publish.transport import Check, PublishError, Source
-from streamrl.recorded.weights import kept_versions
+from streamrl.recorded.weights import kept_versions as kept_in
 from streamrl.stream.messages import (
     Announce,
     Applied,
@@ -37,6 +41,7 @@ from streamrl.stream.messages import (
     ServerState,
 )
 from streamrl.types import PolicyVersion
+from tests.limited_files import limited_files
 from tests.scripted_service import ScriptedService, Word
 
 DEADLINE = 120.0  # seconds; longer than any wait that is configured here
@@ -193,8 +198,8 @@ def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(backen
     assert sent == sorted(sent)
     assert sent[-1] == 3
     assert {message.manifest["group"] for message in running.published()} == {running.published()[0].manifest["group"]}
-    assert sorted(version.step for version in kept_versions(running.folder)) == [0, 2]
-    for version, folder in kept_versions(running.folder).items():
+    assert sorted(version.step for version in kept_in(running.folder)) == [0, 2]
+    for version, folder in kept_in(running.folder).items():
         stored = load_file(folder / "model.safetensors")
         assert all(torch.equal(stored[name], tensor) for name, tensor in weights[version.step % 2].items())
         assert (folder / "config.json").exists()
@@ -211,6 +216,35 @@ def test_a_failed_publish_is_tried_again(backend, fresh_server, model_folders, b
     ends = [event for event in read_events(running.events.path) if event.get("phase") == "end"]
     assert [("error" in event) for event in ends if event["event"] == "publish"] == [True, False]
     assert any("not today" in event.get("error", "") for event in ends)
+
+
+def test_a_version_that_is_to_be_kept_waits_for_room_on_the_disk(bench, monkeypatch):
+    monkeypatch.setattr(publisher, "KEEP_POLL", 0.01)
+    full, keep = threading.Event(), kept_versions.keep
+    full.set()
+
+    def keep_in_room(*what: Any) -> Path:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return keep(*what)
+
+    monkeypatch.setattr(kept_versions, "keep", keep_in_room)
+    running = bench(Worker(None))
+    running.publisher.offer(PolicyVersion(2), [("w", torch.zeros(4))])
+    _until(lambda: running.publisher.lacks_room)
+    assert not running.publisher.ready(0.1)
+    assert not any(isinstance(message, Announce) for message in running.service.received)
+    full.clear()
+    assert running.publisher.ready(DEADLINE)
+    assert not running.publisher.lacks_room
+    assert [version.step for version in kept_in(running.folder)] == [2]
+
+
+def test_a_full_disk_is_known_also_by_what_safetensors_says_of_it(tmp_path):
+    with limited_files(1 << 10), pytest.raises(SafetensorError) as failed:
+        save_file({"w": torch.zeros(1 << 14)}, tmp_path / "weights.safetensors")
+    assert lacks_room(failed.value)
+    assert not lacks_room(SafetensorError("Error while deserializing header: header too large"))
 
 
 class ReadsOn(Source):
