@@ -327,8 +327,8 @@ class Worker:
         tickets = len(self._link.tickets)
         try:
             self._pinning.check(served.state)
-            if version < served.version:  # a server's version never goes back
-                return Applied(server=server, version=served.version)
+            if version < served.version or (version == served.version and sink.whole):
+                return Applied(server=server, version=served.version)  # it never goes back, and loads nothing twice
             with self._events.span("publish.apply", server=server, version=str(version), tickets=tickets):
                 await sink.apply(version, publish.manifest)
             if self._fleet.servers.get(server) is not served:

@@ -58,11 +58,18 @@ ROSTER_POLL = 0.05
 # a broadcast that has finished may wait for its successor.
 WAIT_POLL = 0.002
 
+# Seconds in which a transport comes to its end by itself once its server has reported the version.
+SEND_END = 1.0
+
 # Seconds between two tries to keep a version on a full disk: each one fills it.
 KEEP_POLL = 10.0
 
 # What an iterator returns that has come to its end.
 _END = object()
+
+
+class _Superfluous(Exception):
+    """The server has reported the version, of a former attempt: its sink takes no bytes for this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +336,21 @@ class Publisher:
             self._receive(peer, WAIT_POLL)
             self._check(server)
 
+        has_it_since: float | None = None
+
+        def check_sink() -> None:
+            nonlocal has_it_since
+            check()
+            if server.has_version:
+                has_it_since = has_it_since or time.monotonic()
+                if time.monotonic() - has_it_since > SEND_END:
+                    raise _Superfluous
+
         try:
             with self._events.span("publish", server=server.name, version=str(staged.version)):
                 manifest = source.manifest(reported, staged)
+                with self._changed:
+                    server.prepared(time.monotonic())
                 peer.send(
                     Publish(
                         server=server.name,
@@ -341,7 +360,10 @@ class Publisher:
                         scored=staged.scored,
                     )
                 )
-                source.send(reported, staged, check)
+                try:
+                    source.send(reported, staged, check_sink)
+                except _Superfluous:
+                    self._drop(source, server)
                 with self._changed:
                     server.sent()
                 while server.state is not State.IDLE:
@@ -373,10 +395,13 @@ class Publisher:
         if problem is not None:
             raise PublishError(problem)
 
-    def _failed(self, source: Source, server: ServerWeights, reason: str) -> None:
+    def _drop(self, source: Source, server: ServerWeights) -> None:
         source.drop(server.name)
         if source.reads_on():
             self._staging.leave()
+
+    def _failed(self, source: Source, server: ServerWeights, reason: str) -> None:
+        self._drop(source, server)
         with self._changed:
             server.fail(time.monotonic())
             pause = server.pause

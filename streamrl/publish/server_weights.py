@@ -88,6 +88,11 @@ class ServerWeights:
         """Is an attempt under way?"""
         return self.state in (State.SENDING, State.WAITING)
 
+    @property
+    def has_version(self) -> bool:
+        """Has it reported the version of its newest attempt, or a newer one?"""
+        return self.reported.version >= self.version
+
     def is_due(self, version: PolicyVersion, now: float) -> bool:
         """May an attempt with `version` begin? Ends a pause that is over."""
         if self.state is State.BACKING_OFF and self.retry_at <= now:
@@ -100,6 +105,10 @@ class ServerWeights:
         self.version, self.attempt, self.deadline, self.refusal = version, attempt, now + self.timeout, None
         stale, self.stale = self.stale, False
         return stale
+
+    def prepared(self, now: float) -> None:
+        """The source has prepared the version: the server's time begins."""
+        self.deadline = now + self.timeout
 
     def sent(self) -> None:
         """The transport has sent everything."""
@@ -132,7 +141,7 @@ class ServerWeights:
             return f"{self.name}: {self.refusal}"
         if not self.is_open:
             return f"{self.name} has left"
-        if self.reported.pinned and self.reported.version < self.version:
+        if self.reported.pinned and not self.has_version:
             return f"{self.name} is being evaluated"
         if now > self.deadline:
             return f"{self.name} did not finish in publish.timeout={self.timeout:g} s"
@@ -151,7 +160,7 @@ class ServerWeights:
             self._move(Event.NEWER)
 
     def _settle(self) -> None:
-        if self.state is State.WAITING and self.reported.version >= self.version:
+        if self.state is State.WAITING and self.has_version:
             self._move(Event.APPLIED)
             self.pause, self.failures = 0.0, 0
 

@@ -218,6 +218,29 @@ def test_a_failed_publish_is_tried_again(backend, fresh_server, model_folders, b
     assert any("not today" in event.get("error", "") for event in ends)
 
 
+class Prompt(Worker):
+    """The script of a service whose servers have every version as soon as they are told of it."""
+
+    def __init__(self, *servers: str, transport: str = "broadcast") -> None:
+        super().__init__(None, dead=servers, transport=transport)
+
+    def __call__(self, word: Word) -> Iterator[Message]:
+        yield from super().__call__(word)
+        if isinstance(word, Publish):
+            self.versions[word.server] = word.version
+            yield Applied(server=word.server, version=word.version)
+
+
+class Clock:
+    """The `time` module, by whose clock more time passes where a test says so."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 def test_a_version_that_is_to_be_kept_waits_for_room_on_the_disk(bench, monkeypatch):
     monkeypatch.setattr(publisher, "KEEP_POLL", 0.01)
     full, keep = threading.Event(), kept_versions.keep
@@ -291,6 +314,32 @@ class ReadsNoMore(ReadsOn):
 
     def reads_on(self) -> bool:
         return False
+
+
+class Prepares(ReadsNoMore):
+    """One that prepares a version for longer than `publish.timeout`."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self._clock, self._seconds = clock, seconds
+
+    def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
+        self._clock.ahead += self._seconds
+        return {}
+
+    def send(self, server: ServerState, staged: Staged, check: Check) -> None:
+        check()
+
+
+def test_the_time_that_the_source_takes_is_none_of_the_servers(bench, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(publisher, "time", clock)
+    monkeypatch.setattr(publisher, "make_source", lambda *_: Prepares(clock, 2 * DEADLINE))
+    running = bench(Prompt("prompt"), timeout=DEADLINE)
+    running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(4))])
+    assert running.publisher.wait(DEADLINE)
+    assert running.publisher.statistics.failed == 0
+    assert [message.version.step for message in running.published()] == [1]
 
 
 def test_after_an_export_that_breaks_off_no_server_gets_the_bytes_that_it_has_overwritten(bench, monkeypatch):

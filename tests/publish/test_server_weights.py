@@ -47,6 +47,15 @@ def test_a_server_may_report_the_version_before_the_transport_has_ended():
     assert server.state is State.IDLE
 
 
+def test_the_time_of_a_server_begins_when_the_source_has_prepared_the_version():
+    servers = fleet("a")
+    (server,) = servers.due(V1, 0.0)
+    servers.begin(server, V1, 0.0)
+    server.prepared(2 * TIMEOUT)
+    assert server.problem(3 * TIMEOUT) is None
+    assert server.problem(3 * TIMEOUT + 0.1) == "a did not finish in publish.timeout=8 s"
+
+
 def test_the_pause_doubles_up_to_the_timeout_and_ends_with_a_newer_version():
     servers, now, pauses = fleet("a"), 0.0, []
     for _ in range(5):
