@@ -8,8 +8,10 @@ is not imported: its end is entered over HTTP by the sink.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -51,10 +53,11 @@ class BroadcastSource(Source):
             self._rank_zero = SeparateRankZero(device, timeout)
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
-        self._rank_zero.prepare()
-        group = self._groups.get(server.name)
-        if group is None or not self._is_usable(group, server):
-            group = self._groups[server.name] = self._listen(server)
+        with _publish_errors(server):
+            self._rank_zero.prepare()
+            group = self._groups.get(server.name)
+            if group is None or not self._is_usable(group, server):
+                group = self._groups[server.name] = self._listen(server)
         meeting = group.meeting
         manifest = BroadcastManifest(
             group=meeting.group,
@@ -69,15 +72,11 @@ class BroadcastSource(Source):
 
     def send(self, server: ServerState, staged: Staged, check: Check) -> None:
         group = self._groups[server.name]
-        try:
+        with _publish_errors(server):
             if not group.met:
                 _await_member(group.store, check)
                 group.met = True
             self._rank_zero.send(group.meeting, group.store, staged, check)
-        except RuntimeError as error:  # torch's network and backend errors are RuntimeErrors of several names
-            if isinstance(error, PublishError):
-                raise
-            raise PublishError(f"{server.name}: {error}") from error
 
     def drop(self, server: str) -> None:
         group = self._groups.pop(server, None)
@@ -118,6 +117,17 @@ class BroadcastSource(Source):
             port=store.port,
         )
         return _Group(meeting, store)
+
+
+@contextlib.contextmanager
+def _publish_errors(server: ServerState) -> Iterator[None]:
+    """No port, no file or no process left here, and what happens to one server, is a publish that failed."""
+    try:
+        yield
+    except PublishError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch's network and backend errors are RuntimeErrors of several names
+        raise PublishError(f"{server.name}: {error}") from error
 
 
 def _await_member(store: dist.TCPStore, check: Check) -> None:

@@ -22,7 +22,7 @@ from streamrl.config.replay import StreamConfig
 from streamrl.engine.load_plan import BucketLayout
 from streamrl.publish.delta_codec import encode
 from streamrl.publish.staging import Staged
-from streamrl.publish.transport import Check, DeltaManifest, Source, delta_name, is_verified, whole_name
+from streamrl.publish.transport import Check, DeltaManifest, PublishError, Source, delta_name, is_verified, whole_name
 from streamrl.stream.messages import Buffer, ServerState
 from streamrl.stream.parcels import ParcelServer
 from streamrl.types import PolicyVersion
@@ -56,7 +56,10 @@ class DeltaSource(Source):
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
         if staged.version != self._version:
-            self._add(staged)
+            try:
+                self._add(staged)
+            except MemoryError as error:
+                raise PublishError(f"no memory for what changed in version {staged.version}: {error}") from error
         self._order += 1
         manifest = DeltaManifest(
             address=self.parcels.address,

@@ -40,11 +40,13 @@ class FolderSource(Source):
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
         folder = self._root / str(staged.version)
-        if self._written != staged.version:
-            self._write(folder, staged)
-        described: dict[str, Any] = msgspec.to_builtins(
-            self.announces(folder=str(folder.resolve()), checksum=self._checksum)
-        )
+        try:
+            if self._written != staged.version:
+                self._write(folder, staged)
+            manifest = self.announces(folder=str(folder.resolve()), checksum=self._checksum)
+        except (OSError, SafetensorError) as error:
+            raise PublishError(f"version {staged.version} was not written: {error}") from error
+        described: dict[str, Any] = msgspec.to_builtins(manifest)
         return described
 
     def send(self, server: ServerState, staged: Staged, check: Check) -> None:
@@ -57,10 +59,7 @@ class FolderSource(Source):
         """The newest folders stay, for servers that are reading them."""
 
     def _write(self, folder: Path, staged: Staged) -> None:
-        try:
-            self._checksum = self.write(folder, staged)
-        except (OSError, SafetensorError) as error:
-            raise PublishError(f"version {staged.version} was not written: {error}") from error
+        self._checksum = self.write(folder, staged)
         self._written = staged.version
         self._remove_older()
 

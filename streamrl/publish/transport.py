@@ -116,7 +116,10 @@ class Source(ABC):
 
     @abstractmethod
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
-        """What the server's sink must know to receive `staged`; nothing is sent yet."""
+        """What the server's sink must know to receive `staged`; nothing is sent yet. It may take as long as it needs.
+
+        Raises PublishError, whatever goes wrong.
+        """
 
     @abstractmethod
     def send(self, server: ServerState, staged: Staged, check: Check) -> None:

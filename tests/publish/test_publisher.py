@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -239,6 +240,26 @@ class Clock:
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
+
+
+def test_a_machine_without_a_free_port_costs_an_attempt_and_not_the_training(bench, monkeypatch):
+    """The server's sink takes no bytes: the transport waits for it no longer than it must."""
+    refusals, create = [OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))], socket.create_server
+
+    def refuse_once(*where: Any, **how: Any) -> socket.socket:
+        if refusals:
+            raise refusals.pop()
+        return create(*where, **how)
+
+    monkeypatch.setattr(socket, "create_server", refuse_once)
+    running = bench(Prompt("prompt"))
+    running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(4))])
+    assert running.publisher.wait(DEADLINE)
+    assert running.publisher.ready(DEADLINE)
+    running.publisher.offer(PolicyVersion(3), [("w", torch.zeros(4))])
+    assert running.publisher.wait(DEADLINE)
+    assert running.publisher.statistics.failed == 1
+    assert [message.version.step for message in running.published()] == [1, 3]
 
 
 def test_a_version_that_is_to_be_kept_waits_for_room_on_the_disk(bench, monkeypatch):
