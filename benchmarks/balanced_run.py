@@ -227,6 +227,7 @@ class Bench:
             "journal": {"keep": "all"},
             "learner": {"optimizer": {"lr": 5.0e-4, "warmup_steps": 2}},
             "checkpoint": {"every": 0},
+            "publish": {"timeout": TIMEOUT / 4},
             "observe": {"console": False},
         }  # fmt: skip
         for change in (self.load, *changes):

@@ -294,6 +294,7 @@ def make_config(folder: Path, order: str, keep: str) -> Config:
             },
             "journal": {"keep": keep, "segment": 1 << 20},
             "learner": {"tick": 0.05, "tokens_per_micro_batch": 512},
+            "publish": {"timeout": RECOVERY / 4},
         }
     )
 

@@ -103,6 +103,7 @@ def make_config(folder: Path, sections: dict[str, dict[str, Any]]) -> Config:
         "journal": {"segment": 1 << 24},
         "learner": {"tick": 0.05},
         "checkpoint": {"every": 10},
+        "publish": {"timeout": PATIENCE / 4},
     }
     return Config.model_validate({name: values | sections.get(name, {}) for name, values in defaults.items()})
 

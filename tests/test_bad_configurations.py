@@ -214,6 +214,12 @@ KEYS: list[tuple[str, str]] = [
     ("publish.at_once=2", "publish.at_once: 2 is not possible with transport=broadcast"),
     ("publish.verify_every=1", "publish.verify_every: 1 is not used by transport=broadcast"),
     ("publish.folder=shared", "publish.folder: shared is not used by transport=broadcast"),
+    (
+        "publish.timeout=300",
+        "publish.timeout: 300 s, for twice of which servers that hang hold training, do not fit in "
+        "run.silence_timeout=600; allowed: below 300, or run.silence_timeout above 600",
+    ),
+    ("run.silence_timeout=200", "publish.timeout: 120 s, for twice of which"),
     ("evaluate.every=1 evaluate.worker=3", "evaluate.worker: 3 is none of the run's 1 generators"),
     ("evaluate.every=1 evaluate.timeout=600", "evaluate.timeout: two evaluations of 610 s"),
     ("evaluate.k=[99]", "evaluate.k: 99 needs as many answers"),

@@ -322,6 +322,17 @@ class Config(Section):
             )
 
     @rule
+    def _servers_that_hang_do_not_end_the_learner(self) -> None:
+        # A version waits for the attempts that begin before it has waited publish.timeout, and for the end of the last.
+        longest, silence = 2 * self.publish.timeout, self.run.silence_timeout
+        if longest >= silence and not self.trains_rows:
+            raise ValueError(
+                f"publish.timeout: {self.publish.timeout:g} s, for twice of which servers that hang hold training, do "
+                f"not fit in run.silence_timeout={silence:g}; allowed: below {silence / 2:g}, or run.silence_timeout "
+                f"above {longest:g}"
+            )
+
+    @rule
     def _every_mini_batch_has_a_group(self) -> None:
         if self.learner.mini_batches > self.replay.groups_per_step:
             raise ValueError(

@@ -90,7 +90,7 @@ class _Shared:
     staged: Staged | None = None
     taken: Staged | None = None  # the last version that the thread has kept and announced
     sending: bool = False  # a version to a server
-    waits_since: float | None = None  # a version, for the end of the round of the former; time.monotonic()
+    waits_since: float | None = None  # a version, for the end of the round of the former; -inf: it need not any more
     failure: BaseException | None = None
     stopped: bool = False  # by the service
     closing: bool = False
@@ -127,13 +127,18 @@ class Publisher:
             return self._shared.statistics
 
     def ready(self, timeout: float) -> bool:
-        """Wait, `timeout` seconds at most, until the former version is out and `offer` need not wait. Raises as it."""
+        """Wait, `timeout` seconds at most, until the former version is out and `offer` need not wait. Raises as it.
+
+        Once it is, nothing more goes out before the offer: the other ranks are in the export by then.
+        """
         began = time.monotonic()
         with self._changed:
             taken = self._changed.wait_for(lambda: self._shared.failure or not self._is_new(), timeout)
         self._raise_failure()
         free = bool(taken) and self._take_staging(max(0.0, timeout - (time.monotonic() - began)))
         if free:
+            with self._changed:
+                self._shared.waits_since = float("-inf")
             self._staging_lock.release()
         with self._changed:
             self._count(waited=self._shared.statistics.waited + time.monotonic() - began)
@@ -170,7 +175,7 @@ class Publisher:
             staged = self._staging.fill(version, tensors, resident)
             staged.scored = scored
             with self._changed:  # before the lock is free: the bytes are no longer those of the former version
-                self._shared.staged = staged
+                self._shared.staged, self._shared.waits_since = staged, None
                 self._count(waited=self._shared.statistics.waited + waited)
                 self._changed.notify_all()
         except BaseException:  # the former version's bytes are overwritten in part: no server may have them
@@ -187,11 +192,7 @@ class Publisher:
         with self._changed:
             if self._shared.waits_since is None:
                 self._shared.waits_since = time.monotonic()
-        taken = self._staging_lock.acquire(timeout=timeout)
-        if taken:
-            with self._changed:
-                self._shared.waits_since = None
-        return taken
+        return self._staging_lock.acquire(timeout=timeout)
 
     def wait(self, timeout: float) -> bool:
         """Wait until every live server has the newest version and the thread is done with it.

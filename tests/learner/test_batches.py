@@ -73,6 +73,7 @@ def config() -> Config:
         {
             "run": {"id": "r", "silence_timeout": 0.6, "start_timeout": 0.6},
             "learner": {"tick": TICK},
+            "publish": {"timeout": 0.2},
             "replay": {"adaptive": {"enabled": True}},
             "stream": {"reply_timeout": 5.0, "curve": "off"},
         }

@@ -363,6 +363,45 @@ def test_the_time_that_the_source_takes_is_none_of_the_servers(bench, monkeypatc
     assert [message.version.step for message in running.published()] == [1]
 
 
+def test_nothing_goes_out_between_the_word_that_an_offer_need_not_wait_and_the_offer(bench, monkeypatch):
+    """The other ranks are in the export by then."""
+    clock, source = Clock(), ReadsNoMore()
+    monkeypatch.setattr(publisher, "time", clock)
+    monkeypatch.setattr(publisher, "make_source", lambda *_: source)
+    running = bench(Worker(None, dead=("dead",)))
+    running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(4))])
+    _until(lambda: source.reading)
+    assert running.publisher.ready(DEADLINE)
+    before, rounds = len(source.reading), running.publisher._staging_lock
+    clock.ahead += 60.0  # the next try is due
+    counted = Counted(rounds)
+    monkeypatch.setattr(running.publisher, "_staging_lock", counted)
+    _until(lambda: counted.taken >= 2)
+    assert len(source.reading) == before
+    running.publisher.offer(PolicyVersion(3), [("w", torch.ones(4))])
+    _until(lambda: len(source.reading) > before)
+
+
+class Counted:
+    """A lock that counts how often it was taken."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self.taken = lock, 0
+
+    def acquire(self, timeout: float = -1) -> bool:
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+        self.taken += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+
 def test_after_an_export_that_breaks_off_no_server_gets_the_bytes_that_it_has_overwritten(bench, monkeypatch):
     source = ReadsNoMore()
     monkeypatch.setattr(publisher, "make_source", lambda *_: source)
