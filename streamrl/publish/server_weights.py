@@ -39,7 +39,7 @@ class Event(Enum):
     APPLIED = auto()
     FAILED = auto()  # refused, evaluated, out of time, or unknown to a service that was started again
     PAUSE_OVER = auto()
-    NEWER = auto()  # a newer version was announced
+    NEWER = auto()  # a newer version was announced, and only one attempt has failed
     LEFT = auto()
     RETURNED = auto()
 
@@ -154,7 +154,9 @@ class ServerWeights:
             self._move(Event.FAILED)
 
     def forgive(self) -> None:
-        """A newer version is tried at once, whatever became of the former one."""
+        """A newer version is tried at once, unless attempts in a row have failed: each may have taken `timeout`."""
+        if self.failures > 1:
+            return
         self.pause, self.retry_at = 0.0, float("-inf")
         if self.state is State.BACKING_OFF:
             self._move(Event.NEWER)

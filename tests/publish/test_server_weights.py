@@ -56,20 +56,43 @@ def test_the_time_of_a_server_begins_when_the_source_has_prepared_the_version():
     assert server.problem(3 * TIMEOUT + 0.1) == "a did not finish in publish.timeout=8 s"
 
 
-def test_the_pause_doubles_up_to_the_timeout_and_ends_with_a_newer_version():
+def test_the_pause_doubles_up_to_the_timeout_whatever_newer_versions_there_are():
     servers, now, pauses = fleet("a"), 0.0, []
     for _ in range(5):
         server = sent(servers, now=now)
         server.fail(now)
+        if pauses:
+            servers.announced()
         assert servers.due(V1, now + server.pause - 0.01) == []
         now += server.pause
         pauses.append(server.pause)
     assert pauses == [FIRST_PAUSE, 2.0, 4.0, TIMEOUT, TIMEOUT]
-    sent(servers, now=now).fail(now)
-    assert servers.due(V2, now) == []
+
+
+def test_a_newer_version_ends_the_first_pause():
+    servers = fleet("a")
+    server = sent(servers)
+    server.fail(0.0)
+    assert servers.due(V2, 0.0) == []
     servers.announced()
-    assert servers.due(V2, now) == [server]
+    assert servers.due(V2, 0.0) == [server]
     assert server.pause == 0.0
+
+
+def test_a_server_that_hangs_holds_fewer_and_fewer_versions():
+    servers, now, waited, steps = fleet("a"), 0.0, 0.0, 100
+    for step in range(1, steps + 1):
+        servers.announced()
+        trained = now + 1.0
+        while now < trained:
+            if servers.due(PolicyVersion(step), now):
+                server = sent(servers, PolicyVersion(step), now)
+                now += TIMEOUT
+                server.fail(now)
+            else:
+                now = min(trained, server.retry_at)
+        waited += now - trained
+    assert waited < steps * TIMEOUT / 6
 
 
 def test_servers_that_failed_come_last_until_they_succeed():
@@ -173,7 +196,7 @@ class Machine(RuleBasedStateMachine):
         self.newest = V0
         self.true: dict[str, ServerState] = {}  # what is there
         self.open: dict[str, ServerWeights] = {}  # attempts that the publisher has not ended
-        self.failures: dict[str, list[float]] = {}  # of each server since the newest version: when
+        self.failures: dict[str, list[float]] = {}  # of each server since its last success, or a newer version: when
 
     def _tell(self) -> None:
         self.servers.handle_roster(tuple(self.true.values()), self.now)
@@ -204,7 +227,8 @@ class Machine(RuleBasedStateMachine):
     def announces(self) -> None:
         self.newest = PolicyVersion(self.newest.step + 1)
         self.servers.announced()
-        self.failures = {}
+        in_a_row = {name: server.failures for name, server in self.servers._by_name.items()}
+        self.failures = {name: times for name, times in self.failures.items() if in_a_row[name] > 1}
 
     @rule(name=st.sampled_from(NAMES), pinned=st.booleans())
     def pins(self, name: str, pinned: bool) -> None:
