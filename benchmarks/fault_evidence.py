@@ -38,7 +38,7 @@ def record_of(folder: Path, config: Config) -> list[Start | Trained]:
     """Every start and every trained step of the run's learners, in the order in which they happened."""
     batches = _batches(folder)
     prompts = _prompts(folder, config.task.shares[0].key)
-    ages = {int(row["step"]) - 1: int(row["staleness/max"]) for row in read_metrics(folder)}  # of the last time
+    ages = {int(row["step"]) - 1: int(row["staleness/max"] or 0) for row in read_metrics(folder)}  # of the last time
     quarantined = {(event["step"], event["group_id"]) for event in events(folder, "learner", "learner.quarantined")}
     record: list[Start | Trained] = []
     for event in events_of(folder, "learner"):

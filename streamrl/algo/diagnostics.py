@@ -102,7 +102,7 @@ def finish(
 
     A name alone is over all tokens; `NAME/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+` are over the tokens of
     that staleness and are there only when the bucket has trained tokens. n counts the trained tokens whose
-    mu is finite, once a pass; a mean or share over n = 0 tokens is 0.
+    mu is finite, once a pass. With n = 0 nothing is measured: of all these only `loss/total` and `tokens/` are there.
 
     - `loss/total`: the loss that was minimised, all terms, mean over the updates; a bucket has its part, the
       parts add up to it.
@@ -133,17 +133,21 @@ def finish(
     return metrics
 
 
-def before_updates(sums: Mapping[str, Tensor], stops: Iterable[str]) -> dict[str, float]:
-    """What the age of the data alone does: from the sums of a step's first mini batch, before any update of the step.
+def before_updates(mini_batches: Iterable[Mapping[str, Tensor]], stops: Iterable[str]) -> dict[str, float]:
+    """What the age of the data alone does, before any update of the step.
 
-    `offpolicy/clipped`, `offpolicy/masked`: shares of n that the clip takes the gradient of, and that a mask zeroes.
-    stops: of CLIPPED, those that take it (`Family.stops`). `loss/clip_*` and `weights/masked` also have what later
-    updates of the step did.
+    mini_batches: the sums of each, in order; the first that has tokens is read, since one without makes no update.
+    stops: of CLIPPED, those that take a token's gradient (`Family.stops`).
+
+    `offpolicy/clipped`, `offpolicy/masked`: shares of n that the clip takes the gradient of, and that a mask zeroes;
+    nothing where n is 0. `loss/clip_*` and `weights/masked` also have what later updates of the step did.
     """
-    total = _over_buckets(_rows(sums))
-    clipped = sum(total.get(name, 0.0) for name in stops)
-    n = total["measured"]
-    return {"offpolicy/clipped": _share(clipped, n), "offpolicy/masked": _share(total["masked"], n)}
+    for sums in mini_batches:
+        total = _over_buckets(_rows(sums))
+        if n := total["measured"]:
+            clipped = sum(total.get(name, 0.0) for name in stops)
+            return {"offpolicy/clipped": clipped / n, "offpolicy/masked": total["masked"] / n}
+    return {}
 
 
 def _rows(sums: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -157,37 +161,37 @@ def _over_buckets(rows: Mapping[str, list[float]]) -> dict[str, float]:
 
 def _data_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """How far off-policy the data is, from the first pass."""
+    counts = {"tokens/trained": total["trained"], "tokens/dropped": total["dropped"]}
     n = total["measured"]
+    if not n:
+        return counts
     metrics = {
         "offpolicy/ess": _effective_sample_size(total["rho"], total["rho_squared"], n),
-        "offpolicy/kl": _share(total["kl_k3"], n),
-        "offpolicy/kl_k1": _share(total["kl_k1"], n),
-        "offpolicy/log_ratio_mean": _share(total["log_ratio"], n),
+        "offpolicy/kl": total["kl_k3"] / n,
+        "offpolicy/kl_k1": total["kl_k1"] / n,
+        "offpolicy/log_ratio_mean": total["log_ratio"] / n,
         "offpolicy/log_ratio_max": total[MAX + "log_ratio"],
-        "tokens/trained": total["trained"],
-        "tokens/dropped": total["dropped"],
     }
-    return metrics | ({"reward/kl": _share(total[REWARD_KL], n)} if REWARD_KL in total else {})
+    return counts | metrics | ({"reward/kl": total[REWARD_KL] / n} if REWARD_KL in total else {})
 
 
 def _applied_metrics(total: Mapping[str, float], updates: int) -> dict[str, float]:
     """What was done to it, over all passes."""
+    loss = {"loss/total": total["loss"] / updates}
     n = total["measured"]
+    if not n:
+        return loss
     metrics = {
-        "loss/total": total["loss"] / updates,
-        "loss/kl": _share(total.get("kl", 0.0), n),
+        "loss/kl": total.get("kl", 0.0) / n,
         "weights/ess": _effective_sample_size(total["weight"], total["weight_squared"], n),
     }
     names = {"masked": "weights/masked", "distillation_kl": "distillation/kl"}
     names |= {name: f"loss/{name}" for name in _LOSS_SHARES}
     names |= {key: f"weights/masked_{key.removeprefix(_MASKED_BY)}" for key in total if key.startswith(_MASKED_BY)}
     names |= {key: f"loss/{key.removeprefix(PENALISED_BY)}" for key in total if key.startswith(PENALISED_BY)}
-    return metrics | {name: _share(total[key], n) for key, name in names.items() if key in total}
+    return loss | metrics | {name: total[key] / n for key, name in names.items() if key in total}
 
 
 def _effective_sample_size(total: float, squares: float, count: float) -> float:
-    return _share(total * total, count * squares)
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+    """Of `count` weights, by their sum and that of their squares; 0 where all of them are 0."""
+    return 0.0 if squares == 0 else total * total / (count * squares)

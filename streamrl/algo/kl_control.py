@@ -49,11 +49,14 @@ class KlControl:
         return {("reward" if self._config.kl_reward > 0 else "loss") + "/kl_weight": self.weight}
 
     def update(self, measured: Mapping[str, float], rollouts: int) -> None:
-        """After a step: measured: its metrics; rollouts: of all ranks. A KL that is not finite changes nothing."""
+        """After a step: measured: its metrics; rollouts: of all ranks.
+
+        A KL that is not finite changes nothing, and a step that measured none does not.
+        """
         target = self._config.kl_target
         if target is None:
             return
-        kl = measured["reward/kl" if self._config.kl_reward > 0 else "loss/kl"]
+        kl = measured.get("reward/kl" if self._config.kl_reward > 0 else "loss/kl", math.nan)
         if not math.isfinite(kl):
             return
         error = min(max(kl / target - 1, -LARGEST_ERROR), LARGEST_ERROR)

@@ -34,7 +34,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
     Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length. Rewards and
     failures count rollouts, lengths samples. A batch without any answer, as one whose groups are all quarantined, has
-    no reward and no pass rate: NaN, not 0.
+    no reward and no pass rate, and one without a trained token no staleness: NaN, not 0.
     """
     samples = [sample for sample in batch.samples if not sample.is_placeholder]
     judged = [sample for group in batch.groups for sample in group.answered]
@@ -43,7 +43,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     rewards = np.array([sample.reward for sample in judged] or [math.nan])
     lengths = np.array([len(sample.output_ids) for sample in samples] or [0])
     trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in samples]
-    ages = np.concatenate(trained) if any(map(len, trained)) else np.zeros(1, np.int32)
+    ages = np.concatenate(trained) if any(map(len, trained)) else np.array([math.nan])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -54,7 +54,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
         "staleness/mean": float(ages.mean()),
         "staleness/p95": float(np.percentile(ages, 95, method="higher")),
-        "staleness/max": int(ages.max()),
+        "staleness/max": ages.max().item(),
         "length/mean": float(lengths.mean()),
         "length/p95": float(np.percentile(lengths, 95, method="higher")),
         "length/cut": float(np.mean([sample.finish_reason == "length" for sample in samples] or [False])),

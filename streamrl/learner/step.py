@@ -143,7 +143,7 @@ class LearnerStep:
         self._measured = None
         self.phases = clock.phases
         measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
-        measured |= before_updates(sums[0], family_of(self._algo).stops)
+        measured |= before_updates(sums, family_of(self._algo).stops)
         measured |= self._noise.metrics() if self._noise else {}
         measured |= self._kl_control.metrics()
         if not held:  # no weight moves a policy that is held

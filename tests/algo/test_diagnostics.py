@@ -119,7 +119,7 @@ def test_clipped_before_the_updates_are_the_tokens_whose_gradient_the_loss_takes
     (gradient,) = torch.autograd.grad(loss, batch.logprobs)
     lost = (gradient == 0) & (batch.advantages != 0)
     share = float(lost.double().mean())
-    assert before_updates(sums, family_of(config).stops)["offpolicy/clipped"] == pytest.approx(share)
+    assert before_updates([sums], family_of(config).stops)["offpolicy/clipped"] == pytest.approx(share)
     assert bool(lost.any()) == (name in ("clip", "gspo", "gmpo", "dppo_tv", "dppo_kl"))
 
 
@@ -222,3 +222,32 @@ def test_merge_adds_and_takes_the_largest_where_the_key_says_so():
 def test_sums_of_different_settings_are_not_merged():
     with pytest.raises(ValueError, match=r"\['y'\]"):
         merge([{"x": torch.zeros(6)}, {"x": torch.zeros(6), "y": torch.zeros(6)}])
+
+
+def test_what_has_no_token_measures_nothing(token_batch):
+    batch = token_batch(0)
+    nothing = dataclasses.replace(batch, mask=torch.zeros_like(batch.mask))
+    dropped = dataclasses.replace(batch, behaviour=torch.full_like(batch.behaviour, -math.inf))
+    for empty, trained in ((nothing, 0), (dropped, int(batch.mask.sum()))):
+        counts = {"loss/total": 0.0, "tokens/trained": trained, "tokens/dropped": trained}
+        assert {name: value for name, value in metrics_of(empty).items() if name.count("/") == 1} == counts
+        assert {name.rpartition("/")[0] for name in metrics_of(empty)} - {"loss", "tokens"} <= counts.keys()
+
+
+def test_what_the_age_of_the_data_does_is_read_of_the_first_mini_batch_that_has_tokens(token_batch):
+    first, second = token_batch(1, spread=0.7), token_batch(2, spread=0.1)
+    nothing = dataclasses.replace(first, mask=torch.zeros_like(first.mask))
+    empty, old, young = (
+        policy_loss(each, CONFIG, Denominators(int(first.mask.sum()), first.samples))[1]
+        for each in (nothing, first, second)
+    )
+    stops = family_of(CONFIG).stops
+    assert before_updates([empty], stops) == {}
+    assert before_updates([empty, old, young], stops) == before_updates([old], stops) != before_updates([young], stops)
+
+
+def test_a_policy_that_is_nan_has_no_effective_sample_size_of_0(token_batch):
+    batch = token_batch(0, mask=torch.ones(31, dtype=torch.bool))
+    with torch.no_grad():
+        batch.logprobs[3] = math.nan
+    assert math.isnan(metrics_of(batch)["offpolicy/ess"])

@@ -46,10 +46,17 @@ def test_a_quarantined_group_says_so(make_group: Callable[..., Group]) -> None:
     assert [sample.failure for sample in make_group(samples=2).emptied.samples] == ["quarantined"] * 2
 
 
-def test_a_batch_without_an_answer_has_no_reward_and_no_pass_rate(make_group: Callable[..., Group]) -> None:
+def test_a_batch_without_an_answer_has_no_reward_no_pass_rate_and_no_staleness(
+    make_group: Callable[..., Group],
+) -> None:
     metrics = batch_metrics(Batch(step=3, groups=(make_group(samples=2).emptied, make_group(1, samples=2).emptied)))
     unknown = {name for name, value in metrics.items() if np.isnan(value)}
-    assert unknown == {"reward/mean", "reward/std", "pass_rate"}
+    ages = {"staleness/mean", "staleness/p95", "staleness/max"}
+    assert unknown == {"reward/mean", "reward/std", "pass_rate"} | ages
+    group = make_group(samples=2)
+    masked = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in group.samples]
+    metrics = batch_metrics(Batch(step=3, groups=(replace(group, samples=tuple(masked)),)))
+    assert {name for name, value in metrics.items() if np.isnan(value)} == ages
 
 
 def with_parts(group: Group, *parts: dict[str, float]) -> Group:

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,31 @@ def test_where_a_raise_is_one_too_many_it_comes_ever_later() -> None:
     waits = [later - former for former, later in pairwise(falls)]
     assert len(falls) >= 3
     assert waits[-1] > 2 * waits[0]
+
+
+def test_a_step_without_a_trained_token_is_no_measurement() -> None:
+    import torch
+
+    from streamrl.algo.aggregations.base import Denominators
+    from streamrl.algo.diagnostics import before_updates, finish
+    from streamrl.algo.losses import policy_loss
+    from streamrl.config.algo import AlgoConfig
+    from streamrl.learner.batch_metrics import batch_metrics
+    from streamrl.testing.losses import token_batch
+    from streamrl.types import Batch, Group, Sample
+
+    tokens = token_batch()
+    untrained = replace(tokens, mask=torch.zeros_like(tokens.mask))
+    sums = policy_loss(untrained, AlgoConfig(), Denominators(tokens=0, rollouts=0))[1]
+    groups = (Group(group_id=0, task="copy", prompt_index=0, samples=(Sample.placeholder(),)),)
+    measured = batch_metrics(Batch(step=0, groups=groups)) | finish(sums) | before_updates([sums], ["clip_high"])
+    signals = {name: measured[name] for name in Teaching.signals if math.isfinite(measured.get(name, math.nan))}
+    assert signals == {}
+    bound = bound_of()
+    for step in range(1, 21):
+        assert bound.record(step, {**healthy(0), AGE: 8.0}) is None
+    assert bound.record(21, signals) is None
+    assert trained(bound, 40, healthy, first=21) == []
 
 
 def test_noise_of_the_gradient_tips_what_is_between_the_limits_and_nothing_else() -> None:

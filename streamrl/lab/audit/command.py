@@ -123,7 +123,7 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
     tokens = sum(int(row["tokens/trained"]) for row in rows)
     quarantined = sum(int(row.get("quarantined", 0)) for row in rows)
     again = sum(int(row.get("replay/reused", 0)) for row in rows)
-    worst = max((int(row["staleness/max"]) for row in rows), default=0)
+    worst = max((int(row.get("staleness/max") or 0) for row in rows), default=0)
     for what, reported, found in (
         ("steps", len(rows), findings.batches),
         ("trained tokens", tokens, findings.trained),

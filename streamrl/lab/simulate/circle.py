@@ -301,7 +301,7 @@ class Circle:
         if self._config.replay.reuse > 1:
             each = tuple(self._ess(group) for group in batch.groups)
             self._to_service(LEARNER, Measured(step=batch.step, ess=each))
-        seen = self._model.signals(row["staleness/mean"])
+        seen = self._model.signals(row["staleness/mean"]) if row["tokens/trained"] else {}
         signals = {name: seen[name] for name in self._config.replay.adaptive.signals if name in seen}
         self._to_service(LEARNER, Progress(version=PolicyVersion(self._version), signals=signals))
         row["time/publish"] = -self._clock.now  # until the learner goes on

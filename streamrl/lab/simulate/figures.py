@@ -54,14 +54,15 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
     seconds = max(1e-9, sum(row["time"] - before["time"] for before, row in pairs))
     in_steps = max(1e-9, sum(row["time/step"] for row in counted))
     tokens = sum(row["tokens/trained"] for row in counted)
+    aged = [row for row in counted if row["tokens/trained"]]  # the others have no staleness
     return Figures(
         trained=tokens / seconds,
         generated=sum(row["tokens/generated"] for row in counted) / seconds,
         idle_learner=sum(row["time/wait"] for row in counted) / seconds,
         idle_generator=sum(row["idle/generator"] * row["time/step"] for row in counted) / in_steps,
-        staleness_mean=sum(row["staleness/mean"] * row["tokens/trained"] for row in counted) / max(1, tokens),
-        staleness_p95=sum(row["staleness/p95"] for row in counted) / len(counted),
-        staleness_max=max(row["staleness/max"] for row in counted),
+        staleness_mean=sum(row["staleness/mean"] * row["tokens/trained"] for row in aged) / max(1, tokens),
+        staleness_p95=sum(row["staleness/p95"] for row in aged) / max(1, len(aged)),
+        staleness_max=max((row["staleness/max"] for row in aged), default=0),
     )
 
 
@@ -82,13 +83,16 @@ def mean(several: Sequence[Figures]) -> Figures:
 
 
 def staleness(batch: Batch) -> dict[str, float]:
-    """`tokens/trained` and `staleness/` of a batch, as `learner/batch_metrics.py` counts them, from spans and masks."""
+    """`tokens/trained` and `staleness/` of a batch, as `learner/batch_metrics.py` counts them, from spans and masks.
+
+    NaN where no token is trained.
+    """
     tokens: Counter[int] = Counter()
     for sample in batch.samples:
         for span in sample.spans:
             if trained := int(np.count_nonzero(sample.loss_mask[span.start : span.end])):
                 tokens[max(0, batch.step - span.version.step)] += trained
-    total, below, p95 = tokens.total(), 0, 0
+    total, below, p95 = tokens.total(), 0, math.nan
     for age in sorted(tokens):
         below += tokens[age]
         p95 = age
@@ -96,7 +100,7 @@ def staleness(batch: Batch) -> dict[str, float]:
             break
     return {
         "tokens/trained": total,
-        "staleness/mean": sum(age * count for age, count in tokens.items()) / max(1, total),
+        "staleness/mean": sum(age * count for age, count in tokens.items()) / total if total else math.nan,
         "staleness/p95": float(p95),
-        "staleness/max": max(tokens, default=0),
+        "staleness/max": max(tokens, default=math.nan),
     }
