@@ -104,8 +104,8 @@ class Critic:
     def train(self, share: Share, estimates: Sequence[Sequence[Estimates | None]]) -> dict[str, float]:
         """The updates of a step. Returns its metrics, the same on every rank.
 
-        estimates: of each mini batch of each micro batch, on the ranks of the last pipeline stage. An update whose loss
-        or gradient is not finite changes nothing. Raises BadStepsError as the policy's.
+        estimates: of each mini batch of each micro batch, on the ranks of the last pipeline stage. An update without a
+        token, or whose loss or gradient is not finite, changes nothing. Raises BadStepsError as the policy's.
         """
         self._optimizer.begin_step()
         self.busy = 0.0
@@ -117,7 +117,8 @@ class Critic:
                 loss = partial(self._loss, known, mini.denominators.tokens)
                 sums.append(self._passes.forward_backward(_own(mini.micro_batches), loss))
                 self.busy += self._passes.busy
-                updates.append(self._optimizer.update(float(sums[-1]["loss"])))
+                empty = mini.denominators.tokens == 0
+                updates.append(self._optimizer.update(float(sums[-1]["loss"]), empty=empty))
                 if not updates[-1].successful:
                     log.warning(
                         "step %d: %s, gradient norm %g of the critic, update skipped",

@@ -81,7 +81,7 @@ class PolicyOptimizer:
         self.settings = settings
         self.scheduler = _schedule(self.megatron, settings, run_steps)
         self.updates = 0  # successful ones
-        self.skipped = 0  # updates that were not made, for a spike or for what is not finite
+        self.skipped = 0  # updates that were not made: no token, a spike, or something that is not finite
         self.spikes = 0  # those of a spike
         self._guard = UpdateGuard(settings, bad_steps)
         self.observer: ParamsMetrics | None = None  # of `learner.params_metrics`
@@ -107,18 +107,19 @@ class PolicyOptimizer:
         self.scheduler.step(1)
         return float(self.megatron.param_groups[0]["lr"])
 
-    def update(self, loss: float = 0.0) -> Update:
+    def update(self, loss: float = 0.0, *, empty: bool = False) -> Update:
         """One update from the gradients in the model's buffers; every rank decides alike.
 
-        loss: of the batch that the gradients are of. Megatron checks for infinities only under a loss scale,
-        so the norm is looked at here: it is not finite as soon as one gradient is not.
+        loss: of the batch that the gradients are of; empty: no rank has a token of it that is trained. Megatron checks
+        for infinities only under a loss scale, so the norm is looked at here: it is not finite as soon as one gradient
+        is not.
         """
         lr = float(self.megatron.param_groups[0]["lr"])
         found_inf = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if self.observer is not None:
             self.observer.observe_gradients()
-        verdict = self._guard.judge(*self._agreed(math.inf if found_inf else loss, grad_norm))
+        verdict = self._guard.judge(*self._agreed(math.inf if found_inf else loss, grad_norm), empty=empty)
         if verdict == "ok":
             self._clip(grad_norm)
             self.megatron.step_with_ready_grads()

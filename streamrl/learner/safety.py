@@ -1,9 +1,10 @@
 """Which updates are made and when a run that makes none must end: decisions from numbers alone.
 
-    loss, gradient norm ──judge──▶ ok | not finite | spike      each update
-    updates of the step ──end_step──▶ go on, or BadStepsError   each learner step
+    loss, gradient norm ──judge──▶ ok | empty | not finite | spike      each update
+    updates of the step ──end_step──▶ go on, or BadStepsError           each learner step
 
-A refused update leaves weights, moments and learning-rate schedule as if its batch had given no gradient.
+An update that is not made leaves weights and moments as they are. One without a token is "empty": Adam would still move
+the weights by its old moments and their decay. It is no bad one, and no good one either.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from streamrl.config.learner import OptimizerSettings
 
-Verdict = Literal["ok", "not finite", "spike", "held"]  # held: a critic is warmed up first
+Verdict = Literal["ok", "empty", "not finite", "spike", "held"]  # held: a critic is warmed up first
 
 
 class BadStepsError(RuntimeError):
@@ -44,8 +45,10 @@ class UpdateGuard:
         self._reasons: Counter[Verdict] = Counter()  # of the bad steps in a row
         self._last = 0.0
 
-    def judge(self, loss: float, grad_norm: float) -> Verdict:
-        """Whether an update with this loss and gradient norm (before clipping) may be made."""
+    def judge(self, loss: float, grad_norm: float, *, empty: bool = False) -> Verdict:
+        """Whether an update with this loss and gradient norm (before clipping) may be made. empty: it has no token."""
+        if empty:
+            return "empty"
         verdict = self._judge(loss, grad_norm)
         if math.isfinite(grad_norm) and grad_norm > 0:
             self._norms.append(grad_norm)
@@ -54,11 +57,14 @@ class UpdateGuard:
         return verdict
 
     def end_step(self) -> None:
-        """Close a learner step. Raises BadStepsError when it was the last of too many without an update."""
+        """Close a learner step. Raises BadStepsError when it was the last of too many without an update.
+
+        A step of nothing but empty updates is as if it had not been.
+        """
         if self._step["ok"]:
             self._bad = 0
             self._reasons.clear()
-        else:
+        elif self._step:
             self._bad += 1
             self._reasons += self._step
         self._step.clear()

@@ -112,8 +112,8 @@ class LearnerStep:
     def train(self, share: Share) -> dict[str, float]:
         """Make the updates of a step. Returns its metrics, the same on every rank but for memory and times.
 
-        An update whose loss or gradient is not finite, or a spike, changes nothing. Raises BadStepsError after
-        `learner.bad_steps` steps in a row without an update.
+        An update without a measured token, one whose loss or gradient is not finite, and a spike change nothing.
+        Raises BadStepsError after `learner.bad_steps` steps in a row that were refused.
         """
         clock = _Clock(self._device)
         self._algo = self._kl_control.applied()
@@ -184,7 +184,7 @@ class LearnerStep:
 
     def _update(self, step: int, sums: dict[str, Tensor]) -> Update:
         self._await_copy()
-        update = self._optimizer.update(float(sums["loss"].sum()))
+        update = self._optimizer.update(float(sums["loss"].sum()), empty=not sums["measured"].any())
         if not update.successful:
             log.warning("step %d: %s, gradient norm %g, update skipped", step, update.verdict, update.grad_norm)
         return update

@@ -186,10 +186,10 @@ class Trainer:
     def train_step(self, batch: Batch | None) -> dict[str, float]:
         """Train on the batch of step `version.step`; rank 0 passes it, the others None.
 
-        Returns the metrics of the step, reduced over ranks; `learner/` ones on rank 0 alone. A step whose gradient is
-        not finite changes no weight; it counts as a step and in `steps/skipped`. Raises ValueError for the batch of
-        another step, SequenceTooLongError for one that cannot be packed, BadStepsError after too many steps without an
-        update.
+        Returns the metrics of the step, reduced over ranks; `learner/` ones on rank 0 alone. A step without a
+        trained token, or whose gradient is not finite, changes no weight; it counts as a step and in `steps/skipped`.
+        Raises ValueError for the batch of another step, SequenceTooLongError for one that cannot be packed,
+        BadStepsError after too many steps that were refused.
         """
         assert self._step is not None, "restore_or_start comes first"
         shares = self._shares(batch) if self.rank == 0 else None

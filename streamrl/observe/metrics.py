@@ -132,7 +132,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("lr", "", "learning rate of the step"),
     Metric("steps/updates", "updates", "optimizer updates so far"),
-    Metric("steps/skipped", "updates", "updates so far that were not made: loss or gradient not finite, or a spike"),
+    Metric(
+        "steps/skipped",
+        "updates",
+        "updates so far that were not made: no trained token, loss or gradient not finite, or a spike",
+    ),
     Metric("steps/spikes", "updates", "those of them whose gradient norm was a spike"),
     Metric("micro_batches", "", "packed micro batches of the step on rank 0"),
     Metric("straggler/rank", "", "the rank with the longest passes; all ranks' seconds are in the event learner.ranks"),

@@ -100,6 +100,17 @@ def test_its_gradient_norm_that_is_no_number_is_told_whatever_the_others_of_the_
     assert row["critic/skipped"] == 1
 
 
+def test_without_a_trained_token_it_stays_as_it_is(model_folder, trainer_of):
+    trainer = trainer_of(config_of(model_folder(), critic={"optimizer": {"lr": 1e-2, "weight_decay": 0.1}}))
+    trainer.train_step(make_batch(0))
+    before = critic_weights(trainer)
+    batch = make_batch(1)
+    empty = msgspec.structs.replace(batch, groups=tuple(group.emptied for group in batch.groups))
+    row = trainer.train_step(empty)
+    assert same(critic_weights(trainer), before)
+    assert (row["critic/skipped"], row["steps/skipped"]) == (1, 1)
+
+
 @pytest.mark.slow
 def test_it_learns_what_answers_are_worth(model_folder, trainer_of):
     trainer = trainer_of(config_of(model_folder(), critic={"warmup_steps": 12}, passes=2))

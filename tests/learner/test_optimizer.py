@@ -8,6 +8,7 @@ import pytest
 import torch
 from learner_parts import make_batch, make_config, weights
 
+from msgspec.structs import replace
 from streamrl.config.file import ConfigError
 from streamrl.learner import optimizer
 from streamrl.learner.safety import BadStepsError
@@ -45,6 +46,35 @@ def test_a_refused_update_changes_neither_weights_nor_moments(value, distributed
 
 def test_a_loss_that_is_not_finite_is_no_update(model_folder, trainer_of):
     trainer = trainer_of(make_config(model_folder()))
+def emptied(batch):
+    """The batch with placeholders for all samples."""
+    return replace(batch, groups=tuple(group.emptied for group in batch.groups))
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_without_a_trained_token_weights_and_moments_stay_bit_for_bit(distributed, model_folder, trainer_of):
+    settings = {"weight_decay": 0.1, "distributed": distributed}
+    trainer = trainer_of(make_config(model_folder(), optimizer=settings, params_metrics=True))
+    trainer.train_step(make_batch(0))
+    before, moments = weights(trainer), moments_of(trainer)
+    row = trainer.train_step(emptied(make_batch(1)))
+    assert (row["steps/updates"], row["steps/skipped"], row["grad_norm"]) == (1, 1, 0.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(moments_of(trainer), moments, strict=True))
+    assert trainer.train_step(make_batch(2))["steps/updates"] == 2
+
+
+def test_a_mini_batch_without_a_trained_token_is_left_out_and_the_next_one_tells_how_old_the_data_is(
+    model_folder, trainer_of
+):
+    trainer = trainer_of(make_config(model_folder(), mini_batches=3))
+    trainer.train_step(make_batch(0))
+    batch = make_batch(1)
+    row = trainer.train_step(replace(batch, groups=(batch.groups[0].emptied, *batch.groups[1:])))
+    assert (row["steps/updates"], row["steps/skipped"]) == (3 + 2, 1)
+    assert row["offpolicy/clipped"] > 0
+
+
     trainer.train_step(make_batch(0))
     before = weights(trainer)
     assert trainer._optimizer.update(loss=math.nan).verdict == "not finite"

@@ -71,6 +71,17 @@ def test_one_update_of_a_step_makes_it_a_good_one():
         watched.end_step()
 
 
+def test_an_update_without_a_token_is_neither_a_bad_one_nor_the_end_of_bad_ones():
+    watched = guard(bad_steps=3, spike_factor=2, spike_window=4)
+    for norm in (math.nan, None, math.nan, None, None):
+        assert watched.judge(0, norm or 0.0, empty=norm is None) == ("empty" if norm is None else "not finite")
+        watched.end_step()
+    assert watched.judge(math.nan, math.nan, empty=True) == "empty"
+    watched.judge(0, math.nan)
+    with pytest.raises(BadStepsError, match=r"3 steps in a row .*: 3 not finite; the last gradient norm was nan"):
+        watched.end_step()
+
+
 def test_zero_bad_steps_never_ends_a_run():
     watched = guard(bad_steps=0)
     for _ in range(50):
