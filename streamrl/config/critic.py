@@ -18,7 +18,7 @@ class CriticOptimizer(Section):
     """Adam of the critic; what is not here is as in `learner.optimizer`."""
 
     lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate of the critic")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    min_lr: float = Field(0.0, ge=0, description="learning rate that the decay reaches behind the last step")
     warmup_steps: int = Field(0, ge=0, description="learner steps of linear warm-up of its learning rate")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the decay over run.steps")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")

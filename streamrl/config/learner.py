@@ -14,7 +14,7 @@ class OptimizerSettings(Section):
     """Adam of Megatron-Core and its schedule."""
 
     lr: float = Field(1e-6, gt=0, le=1, description="peak learning rate: how far Adam moves a weight in one update")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    min_lr: float = Field(0.0, ge=0, description="learning rate that the decay reaches behind the last step")
     warmup_steps: int = Field(0, ge=0, description="learner steps of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the decay over run.steps")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")

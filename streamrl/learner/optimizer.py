@@ -282,14 +282,19 @@ def _config(chunk: Wrapped, settings: OptimizerSettings, dtype: torch.dtype, giv
 
 
 def _schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, run_steps: int) -> OptimizerParamScheduler:
-    """Learning rate by learner step: step k (from 1) of a warm-up over n takes lr k / n."""
+    """Learning rate by learner step: step k (from 1) of a warm-up over n takes lr k / n.
+
+    A decay leaves the full rate with the last step of the warm-up, or the first of all, and reaches `min_lr` behind the
+    last step: every step trains. Without a warm-up that is transformers' schedule.
+    """
+    warmup = max(1, settings.warmup_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(run_steps, settings.warmup_steps + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(run_steps, warmup) + 1,
         lr_decay_style=settings.decay,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

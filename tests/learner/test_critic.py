@@ -111,6 +111,17 @@ def test_without_a_trained_token_it_stays_as_it_is(model_folder, trainer_of):
     assert (row["critic/skipped"], row["steps/skipped"]) == (1, 1)
 
 
+def test_the_last_step_of_its_decay_trains(model_folder, trainer_of):
+    config = config_of(model_folder(), critic={"optimizer": {"lr": 1e-2, "decay": "linear"}})
+    trainer = trainer_of(config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})}))
+    rates = []
+    for step in range(2):
+        before = critic_weights(trainer)
+        rates.append(trainer.train_step(make_batch(step))["critic/lr"])
+        assert not same(critic_weights(trainer), before)
+    assert rates == pytest.approx([1e-2, 5e-3])
+
+
 @pytest.mark.slow
 def test_it_learns_what_answers_are_worth(model_folder, trainer_of):
     trainer = trainer_of(config_of(model_folder(), critic={"warmup_steps": 12}, passes=2))

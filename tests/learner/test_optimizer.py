@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from learner_parts import make_batch, make_config, weights
-
 from msgspec.structs import replace
+
 from streamrl.config.file import ConfigError
+from streamrl.config.learner import OptimizerSettings
 from streamrl.learner import optimizer
 from streamrl.learner.safety import BadStepsError
 
@@ -44,8 +46,6 @@ def test_a_refused_update_changes_neither_weights_nor_moments(value, distributed
     assert trainer.train_step(make_batch(4))["steps/updates"] == 4
 
 
-def test_a_loss_that_is_not_finite_is_no_update(model_folder, trainer_of):
-    trainer = trainer_of(make_config(model_folder()))
 def emptied(batch):
     """The batch with placeholders for all samples."""
     return replace(batch, groups=tuple(group.emptied for group in batch.groups))
@@ -75,6 +75,8 @@ def test_a_mini_batch_without_a_trained_token_is_left_out_and_the_next_one_tells
     assert row["offpolicy/clipped"] > 0
 
 
+def test_a_loss_that_is_not_finite_is_no_update(model_folder, trainer_of):
+    trainer = trainer_of(make_config(model_folder()))
     trainer.train_step(make_batch(0))
     before = weights(trainer)
     assert trainer._optimizer.update(loss=math.nan).verdict == "not finite"
@@ -92,6 +94,46 @@ def test_the_schedule_moves_once_a_step_whatever_becomes_of_the_updates(model_fo
         rates.append(row["lr"])
     assert rates == [0.25, 0.5, 0.75, 1.0]
     assert (row["steps/updates"], row["steps/skipped"]) == (4 * 6 - 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("decay", "warmup", "expected"),
+    [
+        ("linear", 0, [1.0, 0.75, 0.5, 0.25]),
+        ("linear", 2, [0.5, 1.0, 2 / 3, 1 / 3]),
+        ("linear", 9, [1 / 9, 2 / 9, 3 / 9, 4 / 9]),
+        ("cosine", 0, [(1 + math.cos(math.pi * x)) / 2 for x in (0, 0.25, 0.5, 0.75)]),
+        ("constant", 0, [1.0] * 4),
+    ],
+)
+def test_a_decay_begins_with_the_full_rate_and_reaches_the_least_behind_the_last_step(decay, warmup, expected):
+    group: dict[str, float] = {}
+    scheduler = optimizer._schedule(
+        SimpleNamespace(param_groups=[group]), OptimizerSettings(lr=1.0, decay=decay, warmup_steps=warmup), run_steps=4
+    )
+    rates = []
+    for _ in range(4):
+        scheduler.step(1)
+        rates.append(group["lr"])
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_last_step_of_a_linear_decay_trains_and_a_resume_keeps_the_schedule(
+    steps, model_folder, trainer_of, tmp_path
+):
+    config = make_config(model_folder(), optimizer={"lr": 1e-3, "decay": "linear"})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+    trainer, rates = trainer_of(config, tmp_path), []
+    for step in range(steps):
+        if step == 2:
+            trainer.save()
+            trainer.saved(wait=True)
+            trainer = trainer_of(config, tmp_path)
+        before = weights(trainer)
+        rates.append(trainer.train_step(make_batch(step))["lr"])
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+    assert rates == pytest.approx([1e-3 * left / steps for left in range(steps, 0, -1)])
 
 
 def test_steps_in_a_row_without_an_update_end_the_run(model_folder, trainer_of):
