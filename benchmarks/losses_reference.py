@@ -20,6 +20,7 @@ from streamrl.config.algo import AlgoConfig
 
 EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 SIDES = ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"]
+CAPPED = ("clip",)  # of `proximal: behaviour`: f / q caps the ratio; others bound it themselves
 DPPO = ["A>0 masked", "A>0 kept", "A<0 masked", "A<0 kept", "ratio capped"]
 
 
@@ -88,7 +89,7 @@ def branches(c: AlgoConfig) -> list[str]:
     }[c.loss]
     if c.dual_clip is not None:
         names = [*names, "dual bound"]
-    if c.weight != "none":
+    if c.weight != "none" and not _left_alone(c):
         names = [*names, "capped", "not capped"]
     for rule in rules(c):
         names = [*names, f"{rule} masked", f"{rule} kept"]
@@ -105,6 +106,11 @@ def branches(c: AlgoConfig) -> list[str]:
     if c.distillation.teacher is not None:
         names = [*names, "pi above teacher", "pi below teacher"]
     return [*names, "dropped"]
+
+
+def _left_alone(c: AlgoConfig) -> bool:
+    """Whether the loss is as published, with no weight."""
+    return c.proximal == "behaviour" and c.loss not in (*CAPPED, "reinforce")
 
 
 def rules(c: AlgoConfig) -> dict[str, tuple[float | None, float | None]]:
@@ -257,7 +263,9 @@ def _weight(row: Token, siblings: list[Token], c: AlgoConfig, counts: Counter[st
         "sequence": _exp(product),
         "geometric": _exp(product / len(siblings)),
     }
-    if c.weight == "none":
+    if _left_alone(c):
+        w = 1.0
+    elif c.weight == "none":
         f = q["token"] if behaviour else 1.0
         w = f / q["token"] if behaviour and c.loss != "reinforce" else f
     else:

@@ -31,6 +31,7 @@ OWN = (
     "algo.loss=spo.py:Spo",
     "algo.loss_options.penalty=0.5",
     "algo.weight=sqrt_weight.py:SquareRoot",
+    "algo.proximal=interpolate",
     "algo.covariance=slow_down.py:SlowDown",
     "observe.sink=csv_sink.py:Csv",
 )

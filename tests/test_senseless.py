@@ -25,6 +25,8 @@ from tests.operations_table import GOES_ON, documented
             ["algo.weight=none", "algo.weight_cap=5"],
             "algo.weight_cap: 5.0 has no effect without algo.weight=sequence",
         ),
+        (["algo.loss=gspo", "algo.weight=sequence"], "algo.weight: sequence has no effect without algo.loss=clip"),
+        (["algo.loss=cispo", "algo.weight_cap=4"], "algo.weight_cap: 4.0 has no effect without algo.loss=clip"),
         (["algo.mask_high=3"], "algo.mask_high: 3.0 has no effect without algo.mask=geometric"),
         (["algo.norm_length=9"], "algo.norm_length: 9 has no effect without algo.aggregation=sequence_sum_norm"),
         (
@@ -65,6 +67,16 @@ def test_what_acts_behind_the_first_update_alone_is_told_of_where_there_is_no_se
     for more in ("learner.passes=2", "learner.mini_batches=2", "algo.proximal=interpolate"):
         assert warnings(load(None, [*keys, more])) == []
     assert warnings(load(None, ["algo.proximal=recompute", "algo.covariance=clip_cov"])) == []
+
+
+def test_a_loss_that_bounds_itself_is_warned_of_no_weight_that_acts_or_that_is_left_out():
+    for words in (
+        ["algo.loss=gspo"],
+        ["algo.loss=gspo", "algo.weight=none"],
+        ["algo.loss=gspo", "algo.proximal=recompute", "algo.weight=sequence"],
+        ["algo.loss=reinforce", "algo.weight_cap=4"],
+    ):
+        assert warnings(load(None, words)) == [], words
 
 
 def test_a_setting_without_an_effect_is_warned_of_as_the_page_of_operations_says():

@@ -37,22 +37,30 @@ class Weights:
 
 
 def importance_weights(
-    tokens: TokenBatch, log_rho: Tensor, proximal: Tensor, config: AlgoConfig, *, has_ratio: bool = True
+    tokens: TokenBatch,
+    log_rho: Tensor,
+    proximal: Tensor,
+    config: AlgoConfig,
+    *,
+    has_ratio: bool = True,
+    needs_cap: bool = True,
 ) -> Weights:
     """The weight pipeline: `weight`, its mean of the step where it is normalised, then the masks, then `discount`.
 
-    log_rho: float [n], log pi - log mu; proximal: float [n], log pi_old; has_ratio: whether the family's
-    surrogate contains pi / pi_old (`families/base.py`). Of the tokens, staleness, samples and selections are read.
+    log_rho: float [n], log pi - log mu; proximal: float [n], log pi_old; has_ratio, needs_cap: whether the family's
+    surrogate contains pi / pi_old, and grows with that of the token (`families/base.py`). Of the tokens, staleness,
+    samples and selections are read.
 
     `proximal: behaviour`: q is of pi / mu, and w = f(q, s) / q where the family has counted q already, so
-    that w is 1 until f acts. The other proximal policies: w = f(q, s), q of pi_old / mu. f(q, s) = min(q, C(s)),
-    the truncation of IMPALA (arXiv:1802.01561); s is the token's staleness, the sample's where q is a product.
+    that w is 1 until f acts, and 1 throughout where nothing is to be capped. The other proximal policies:
+    w = f(q, s), q of pi_old / mu. f(q, s) = min(q, C(s)), the truncation of IMPALA (arXiv:1802.01561); s is the
+    token's staleness, the sample's where q is a product.
     """
     of_policy = proximal_of(config).of_policy
     log_correction = log_rho if of_policy else log_ratio(proximal, tokens.behaviour)
     ratio, weight = weight_of(config).factors(tokens, log_correction, config, of_policy=of_policy)
     if of_policy and has_ratio:
-        weight = weight / ratio
+        weight = weight / ratio if needs_cap else torch.ones_like(ratio)
     if config.weight_normalise:
         weight = weight / needed(tokens.mean_weight, "mean_weight", "algo.weight_normalise=true")
 

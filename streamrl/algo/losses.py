@@ -46,7 +46,9 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     with torch.no_grad():
         log_rho = log_ratio(tokens.logprobs.detach(), tokens.behaviour)
         proximal = proximal_of(config).logprobs(tokens.behaviour, log_rho, tokens.staleness, tokens.proximal)
-        applied = importance_weights(tokens, log_rho, proximal, config, has_ratio=family.has_ratio)
+        applied = importance_weights(
+            tokens, log_rho, proximal, config, has_ratio=family.has_ratio, needs_cap=family.needs_cap
+        )
     log_r = log_ratio(tokens.logprobs, proximal)
     surrogate, clipped = family.surrogate(tokens, log_r, config)
     further, values = _further_terms(tokens, log_r, config)

@@ -39,6 +39,13 @@ def _moves_from_old(config: Config) -> bool:
     return several or learner.lora.dropout > 0 or not config.algo.chosen("proximal").scored
 
 
+def _weighs(config: Config) -> bool:
+    """Does the importance weight do anything, where one is chosen?"""
+    loss, weight = config.algo.chosen("loss"), config.algo.chosen("weight")
+    left_alone = config.algo.chosen("proximal").of_policy and loss.has_ratio and not loss.needs_cap
+    return not weight.corrects or not left_alone
+
+
 # Keys, what they need to have an effect, and whether a configuration has it.
 _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
     (
@@ -61,6 +68,11 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         ("learner.optimizer.spike_window",),
         "learner.optimizer.spike_factor",
         lambda c: c.learner.optimizer.spike_factor is not None,
+    ),
+    (
+        ("algo.weight", "algo.weight_options", "algo.weight_cap", "algo.weight_gamma"),
+        "algo.loss=clip, or another algo.proximal than behaviour",
+        _weighs,
     ),
     (("algo.kl_estimator", "algo.kl_straight_through"), "algo.kl above 0", lambda c: c.algo.kl > 0),
     (("algo.kl_horizon",), "algo.kl_target", lambda c: c.algo.kl_target is not None),

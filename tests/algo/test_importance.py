@@ -21,7 +21,7 @@ FRESH = torch.zeros(5, dtype=torch.int64)
 AGED = torch.tensor([0, 2, 1, 3, 1])
 
 
-def weights(staleness=FRESH, rho=RHO, *, scored=None, has_ratio=True, picked=None, **keys) -> Weights:
+def weights(staleness=FRESH, rho=RHO, *, scored=None, has_ratio=True, needs_cap=True, picked=None, **keys) -> Weights:
     """scored: ratios pi_old / mu of a scoring pass, for `proximal: recompute`; picked: tokens of the step's rules."""
     config = AlgoConfig(**keys)
     log_rho = torch.tensor(rho, dtype=torch.float64).log()
@@ -41,7 +41,7 @@ def weights(staleness=FRESH, rho=RHO, *, scored=None, has_ratio=True, picked=Non
         covariant=picked,
     )
     proximal = proximal_of(config).logprobs(mu, log_rho, staleness, tokens.proximal)
-    return importance_weights(tokens, log_rho, proximal, config, has_ratio=has_ratio)
+    return importance_weights(tokens, log_rho, proximal, config, has_ratio=has_ratio, needs_cap=needs_cap)
 
 
 def test_weight_none_is_one_for_both_proximal_policies():
@@ -119,6 +119,15 @@ def test_a_family_without_a_ratio_gets_the_truncated_weight_itself():
     assert weights(has_ratio=False).weight.tolist() == pytest.approx([2.0, 0.5, 0.25, 1.0, 2.0])
     assert weights(has_ratio=False, weight="none").weight.tolist() == pytest.approx(RHO)
     assert weights(AGED, has_ratio=False, weight="none", proximal="interpolate").weight.tolist() == [1.0] * 5
+
+
+def test_a_family_that_needs_no_cap_has_none_where_its_ratio_is_to_the_behaviour_policy():
+    for weight in ("none", "token", "sequence"):
+        assert weights(needs_cap=False, weight=weight).weight.tolist() == [1.0] * 5
+        keys = {"weight": weight, "proximal": "interpolate"}
+        assert torch.equal(weights(AGED, needs_cap=False, **keys).weight, weights(AGED, **keys).weight)
+    kept = weights(AGED, needs_cap=False, mask="token", discount=0.5).weight.tolist()
+    assert kept == [1.0, 0.25, 0.0, 0.125, 0.5]
 
 
 def test_the_rules_of_the_whole_step_mask_what_they_picked():

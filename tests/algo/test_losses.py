@@ -149,6 +149,34 @@ def test_cispo_keeps_the_gradient_of_a_token_that_the_clip_stops():
     assert one_token(-2.0, loss="cispo", advantage=-1.0)[1] == pytest.approx(0.8)
 
 
+def test_no_loss_that_bounds_its_ratio_is_capped_again_by_the_default_weight():
+    far = -1 + math.log(8)  # r = 8, and C = 2
+    assert one_token(far, loss="cispo", weight="token")[1] == pytest.approx(-1.28)
+    assert one_token(far, loss="cispo", weight="token", advantage=-1.0)[1] == pytest.approx(1.28)
+    assert one_token(far, loss="clip", weight="token", advantage=-1.0)[1] == pytest.approx(2.0)
+    for loss in (name for name in LOSSES.names if name not in ("clip", "reinforce")):
+        for advantage in (1.0, -1.0):
+            default, plain = (one_token(far, loss=loss, advantage=advantage, weight=of) for of in ("token", "none"))
+            assert default == plain, loss
+
+
+def test_a_large_ratio_of_one_token_does_not_change_the_gradient_of_gspo():
+    log_r = torch.tensor([math.log(4), -math.log(4)], dtype=torch.float64)  # of the sample: 1
+    behaviour = torch.full((2,), -2.0, dtype=torch.float64)
+    batch = TokenBatch(
+        logprobs=(behaviour + log_r).requires_grad_(),
+        entropy=None,
+        behaviour=behaviour,
+        advantages=torch.ones(2, dtype=torch.float64),
+        mask=torch.ones(2, dtype=torch.bool),
+        staleness=torch.zeros(2, dtype=torch.int64),
+        sample=torch.zeros(2, dtype=torch.int64),
+        samples=1,
+    )
+    _, gradient, _ = loss_and_gradient(batch, AlgoConfig(loss="gspo"))
+    assert gradient.tolist() == pytest.approx([-0.5, -0.5])
+
+
 def test_sapo_fades_a_gradient_out_where_the_clip_cuts_it_off():
     assert one_token(-1.0, loss="sapo")[1] == pytest.approx(-1)  # r = 1: the gradient of the ratio itself
     assert -1.5 < one_token(-0.5, loss="sapo")[1] < -1 < one_token(-0.5, loss="clip")[1] == 0

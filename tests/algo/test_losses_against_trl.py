@@ -110,7 +110,7 @@ def test_the_kl_term_is_trls():
 @pytest.mark.parametrize(("aggregation", "loss_type"), CASES)
 def test_gspo_is_trls_loss_at_the_level_of_sequences(aggregation, loss_type):
     keys = {"aggregation": aggregation, "norm_length": NORM_LENGTH, "eps_low": 0.05, "eps_high": 0.1, "dual_clip": 1.12}
-    config = AlgoConfig(loss="gspo", weight="none", **keys)
+    config = AlgoConfig(loss="gspo", **keys)
     data = rectangular(drift=1.0)
     ours, metrics = streamrl_loss(data, config, staleness=0)
     theirs, _ = trl_loss(data, loss_type, config, data["old"])
@@ -119,7 +119,7 @@ def test_gspo_is_trls_loss_at_the_level_of_sequences(aggregation, loss_type):
 
 
 def test_cispo_is_trls_where_it_has_no_lower_edge():
-    config = AlgoConfig(loss="cispo", weight="none", eps_low=1.0)
+    config = AlgoConfig(loss="cispo", eps_low=1.0)
     data = rectangular()
     ours, metrics = streamrl_loss(data, config, staleness=0)
     theirs, _ = trl_loss(data, "cispo", config, data["old"])
@@ -129,7 +129,7 @@ def test_cispo_is_trls_where_it_has_no_lower_edge():
 
 def test_sapo_is_trls():
     # TRL rounds the temperatures to float32: these are exact in it.
-    config = AlgoConfig(loss="sapo", weight="none", aggregation="sequence_mean", sapo_positive=0.75, sapo_negative=1.5)
+    config = AlgoConfig(loss="sapo", aggregation="sequence_mean", sapo_positive=0.75, sapo_negative=1.5)
     data = rectangular()
     ours, _ = streamrl_loss(data, config, staleness=0)
     theirs, _ = trl_loss(data, "sapo", config, data["old"])

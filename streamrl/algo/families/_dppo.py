@@ -21,6 +21,7 @@ class Dppo(Family):
     where A > 0, more than eps_low down where A < 0. c = algo.ratio_cap.
     """
 
+    needs_cap = False
     uses = frozenset({"eps_low", "eps_high", "ratio_cap"})
     stops = frozenset({"clip_low", "clip_high"})
 

@@ -28,6 +28,10 @@ class Family(Choice, ABC):
     # importance weight divides that out again (w = f / q). Without, the weight is all the correction there is (w = f).
     has_ratio = True
 
+    # S grows with the token's `pi / pi_old`, as that of `clip` does where A < 0: f / q caps it. Without, S bounds its
+    # ratio itself, or has another than the token's, and `proximal: behaviour` leaves it as published (w = 1).
+    needs_cap = True
+
     # Of CLIPPED, those whose tokens lose their gradient: `offpolicy/clipped` counts them.
     stops: frozenset[str] = frozenset(CLIPPED)
 

@@ -19,6 +19,7 @@ class Cispo(Family):
     It sets no lower edge: eps_low = 1.
     """
 
+    needs_cap = False
     uses = frozenset({"eps_low", "eps_high"})
     stops = frozenset()
 

@@ -19,6 +19,7 @@ class Dro(Family):
     Its gradient is that of `A log pi - tau (log r)^2 / 2`. Source: DRO (arXiv:2405.19107), there of a whole answer.
     """
 
+    needs_cap = False
     uses = frozenset({"dro_temperature"})
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:

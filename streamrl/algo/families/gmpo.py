@@ -20,6 +20,7 @@ class Gmpo(Family):
     of the advantage: above for A > 0, below for A < 0.
     """
 
+    needs_cap = False
     uses = frozenset({"eps_low", "eps_high"})
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 class Gpg(Family):
-    """`A log pi`. With `proximal: behaviour` nothing corrects for stale data but what `algo.weight` caps.
+    """`A log pi`. With `proximal: behaviour` nothing corrects for stale data. Source: GPG (arXiv:2504.02546)."""
 
-    Source: GPG (arXiv:2504.02546).
-    """
+    needs_cap = False
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
         from streamrl.algo.clipping import as_factor, not_clipped

@@ -19,6 +19,7 @@ class Gspo(Family):
     It moves far less than a token's ratio: the paper's clip range is 3e-4 and 4e-4.
     """
 
+    needs_cap = False
     uses = frozenset({"eps_low", "eps_high", "dual_clip"})
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:

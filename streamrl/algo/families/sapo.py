@@ -19,6 +19,7 @@ class Sapo(Family):
     Source: SAPO (arXiv:2511.20347).
     """
 
+    needs_cap = False
     uses = frozenset({"sapo_positive", "sapo_negative"})
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:

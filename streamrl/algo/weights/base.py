@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ImportanceWeight(Choice, ABC):
-    """The weight w of a token in the loss: `f / q` where the family's surrogate has counted q already, else `f`."""
+    """The weight w of a token in the loss: `f`, or by the family `f / q` or 1 with `proximal: behaviour`."""
 
     corrects = True
     """The weight counts how far mu, which drew the token, is from the proximal policy."""
