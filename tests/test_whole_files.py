@@ -1,12 +1,13 @@
 """Files and folders that appear complete or not at all."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from streamrl import whole_files
-from streamrl.whole_files import drafted, drafted_folder, write_whole
+from streamrl.whole_files import drafted, drafted_folder, former_of, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -78,3 +79,112 @@ def test_a_folder_that_replaces_nothing_leaves_what_somebody_has_put_there(tmp_p
     with pytest.raises(OSError, match="not empty"), drafted_folder(folder, replaces=False) as draft:
         (draft / "summary.json").write_text("another")
     assert ((folder / "summary.json").read_text(), names(folder.parent)) == ("ours", ["3.0"])
+
+
+FORMER, NEW = {"config": "former", "weights": "former"}, {"config": "new", "weights": "new"}
+
+
+def write_folder(folder: Path, durable: bool) -> None:
+    with drafted_folder(folder, durable=durable) as draft:
+        for name, content in NEW.items():
+            (draft / name).write_text(content)
+
+
+def read_folder(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def former_folder(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name, content in FORMER.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+class Killed(BaseException):
+    """Nothing that the process still does after it reaches the disk."""
+
+
+def killed_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The process is killed behind so many renames and removals of files and folders. The list of those."""
+    done: list[str] = []
+
+    def alive(name, original):
+        def call(*arguments, **keywords):
+            if len(done) == calls:
+                raise Killed
+            done.append(name)
+            return original(*arguments, **keywords)
+
+        return call
+
+    def remove(folder, ignore_errors=False):  # one file after another, as rmtree does
+        for path in folder.iterdir() if folder.exists() else ():
+            path.unlink()
+        if folder.exists():
+            folder.rmdir()
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    for name in ("rename", "unlink", "rmdir"):
+        monkeypatch.setattr(Path, name, alive(name, getattr(Path, name)))
+    return done
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_kill_at_any_point_leaves_one_of_two_folders_whole_and_the_next_writer_begins_with_it(
+    former_folder, durable, monkeypatch
+):
+    for calls in range(5):  # two renames; two files and the folder
+        with monkeypatch.context() as patch:
+            done = killed_after(calls, patch)
+            with pytest.raises(Killed):
+                write_folder(former_folder, durable)
+        assert len(done) == calls
+        present = former_folder if former_folder.exists() else former_of(former_folder)
+        assert read_folder(present) == (FORMER if calls < 2 else NEW)
+        with pytest.raises(ZeroDivisionError), drafted_folder(former_folder):
+            _ = 1 / 0
+        assert read_folder(former_folder) == (FORMER if calls < 2 else NEW)
+        restore(former_folder)
+    write_folder(former_folder, durable)
+    assert (read_folder(former_folder), names(former_folder.parent)) == (NEW, ["adapter"])
+
+
+def restore(folder: Path) -> None:
+    """As it was before the kill."""
+    for path in folder.parent.iterdir():
+        shutil.rmtree(path)
+    folder.mkdir()
+    for name, content in FORMER.items():
+        (folder / name).write_text(content)
+
+
+def test_where_the_second_rename_fails_the_former_folder_has_its_name_again(former_folder, monkeypatch):
+    rename, calls = Path.rename, []
+
+    def fails_once(path, target):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails_once)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(former_folder, durable=False)
+    assert (read_folder(former_folder), names(former_folder.parent)) == (FORMER, ["adapter"])
+
+
+def test_a_durable_folder_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_former_one_goes(
+    former_folder, monkeypatch
+):
+    done: list[str] = []
+    rename, draft = Path.rename, f".adapter.{os.getpid()}"
+    monkeypatch.setattr(whole_files, "sync", lambda path: done.append(path.name))
+    monkeypatch.setattr(Path, "rename", lambda path, target: (done.append(f"{path.name} named"), rename(path, target)))
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: path.exists() and (done.append("removed"), remove(path)))
+    write_folder(former_folder, durable=True)
+    assert sorted(done[:2]) == ["config", "weights"]
+    assert done[2:] == [draft, "adapter named", f"{draft} named", former_folder.parent.name, "removed"]

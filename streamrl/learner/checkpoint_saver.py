@@ -41,7 +41,7 @@ from streamrl.learner.mapping import named_weights
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shared_rows import local
 from streamrl.types import Ledger, PolicyVersion
-from streamrl.whole_files import sync
+from streamrl.whole_files import replace_folder, set_aside, sync, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -228,13 +228,8 @@ class Saver:
         sums = {name: each for _, files in written for name, each in files.items()}
         sums |= {name: sum_of(save.partial / name) for name in files_of(save.partial) if name not in sums}
         (save.partial / checkpoint.DESCRIPTION).write_bytes(checkpoint.describe(**save.description, files=sums))
-        for path in (*save.partial.rglob("*"), save.partial):
-            sync(path)
-        if save.target.exists():
-            _discard(save.target, then=lambda: save.partial.rename(save.target))
-        else:
-            save.partial.rename(save.target)
-        sync(self._root)
+        sync_folder(save.partial)
+        replace_folder(save.target, save.partial, durable=True, remove=checkpoint.remove)
         oldest = self._oldest_on_disk()
         self._prune()
         return oldest
@@ -341,14 +336,11 @@ def _on_host(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
     return tensor.to("cpu", copy=tensor.untyped_storage().data_ptr() in live)
 
 
-def _discard(folder: Path, then: Callable[[], object] = lambda: None) -> None:
-    """Remove a checkpoint without a moment in which half of it has its name; `then` follows the renaming."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    folder.rename(old)
-    then()
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint without a moment in which half of it has its name."""
+    former = set_aside(folder)
     sync(folder.parent)
-    checkpoint.remove(old)
+    checkpoint.remove(former)
 
 
 def _attempt(action: Callable[[], Any]) -> Any:

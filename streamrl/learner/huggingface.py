@@ -43,7 +43,7 @@ from streamrl.learner.whole import weights as whole_weights
 from streamrl.learner.whole.model import WholeModel
 from streamrl.observe.bars import Report, silent
 from streamrl.types import PolicyVersion
-from streamrl.whole_files import sync
+from streamrl.whole_files import put_back, replace_folder, sync_folder
 
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 
@@ -329,19 +329,14 @@ def save_folder(
     until then. config.json names the dtype of the weights. `version`: what the weights are, in the metadata of the
     safetensors.
     """
-    partial, former = (target.with_name(f".{target.name}.{name}") for name in ("partial", "old"))
-    for left_over in (partial, former):
-        shutil.rmtree(left_over, ignore_errors=True)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    put_back(target)
     copy_description(source, partial)
     dtype = _write_shards(weights, partial, {} if version is None else {"version": str(version)})
     _name_dtype(partial / "config.json", dtype)
-    for path in (*partial.iterdir(), partial):
-        sync(path)
-    if target.exists():
-        target.rename(former)
-    partial.rename(target)
-    sync(target.parent)
-    shutil.rmtree(former, ignore_errors=True)
+    sync_folder(partial)
+    replace_folder(target, partial, durable=True)
 
 
 def copy_description(source: Path, target: Path) -> None:

@@ -143,7 +143,7 @@ def save_adapters(chunks: Sequence[PolicyModel], folder: Path, settings: LoraCon
     """Write the adapters of the whole model as a PEFT folder, from rank 0. Collective. `base`: their model."""
     tensors = [(name, tensor.cpu()) for name, tensor in export_adapters(chunks)]
     if dist.get_rank() == 0:
-        write_adapter(folder, tensors, settings, base)
+        write_adapter(folder, tensors, settings, base, durable=True)
 
 
 def _matrices(module: Adapted, gather: bool) -> Iterator[Tensor]:

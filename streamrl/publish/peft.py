@@ -47,14 +47,16 @@ def tensor_name(layer: int, projection: str, matrix: Matrix, prefix: str = "mode
     return f"base_model.model.{prefix}{layer}.{projection}.lora_{matrix}.weight"
 
 
-def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor]], settings: LoraConfig, base: Path) -> None:
+def write_adapter(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], settings: LoraConfig, base: Path, *, durable: bool = False
+) -> None:
     """Write a PEFT folder, in place of what was there. `tensors`: CPU tensors under `tensor_name`; `base`: their model.
 
-    Raises OSError or SafetensorError, and leaves `folder` as it was.
+    durable: it survives a crash of the machine. Raises OSError or SafetensorError, and leaves `folder` as it was.
     """
     from safetensors.torch import save_file
 
-    with drafted_folder(folder) as draft:
+    with drafted_folder(folder, durable=durable) as draft:
         save_file({name: tensor.contiguous() for name, tensor in tensors}, draft / WEIGHTS, metadata={"format": "pt"})
         (draft / CONFIGURATION).write_text(json.dumps(_configuration(settings, base), indent=2) + "\n")
 

@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from safetensors.torch import load_file
 
 from benchmarks import ready_ranks
-from streamrl.learner import checkpoint, checkpoint_saver
+from streamrl import whole_files
+from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint_saver import CheckpointError
 
 FOLDER = Path(__file__).parent
@@ -145,7 +146,7 @@ def test_an_expired_checkpoint_that_cannot_be_removed_costs_nothing_and_goes_at_
 def test_the_oldest_is_that_of_the_saves_that_are_finished(model_folder, trainer_of, tmp_path, monkeypatch):
     config = make_config(model_folder())
     trainer = trainer_of(config, tmp_path)
-    sync, renamed, go = checkpoint_saver.sync, threading.Event(), threading.Event()
+    sync, renamed, go = whole_files.sync, threading.Event(), threading.Event()
 
     def slow(path: Path) -> None:
         if path == tmp_path / "checkpoints" and (path / "step_0").exists():
@@ -153,7 +154,7 @@ def test_the_oldest_is_that_of_the_saves_that_are_finished(model_folder, trainer
             assert go.wait(60)
         sync(path)
 
-    monkeypatch.setattr(checkpoint_saver, "sync", slow)
+    monkeypatch.setattr(whole_files, "sync", slow)
     trainer.save()
     assert renamed.wait(60)
     assert trainer.oldest_checkpoint is None  # a crash may still undo the name
