@@ -8,6 +8,10 @@ Pure: it is given whole parts, or the pieces of one, and asked for the next requ
 again, so that each token keeps the log-prob and the version with which it was drawn. One exception: a server tells
 which token is of which version only at the end of a part. Of a part that was under way during an update and never
 came to an end, the pieces that came after the update are drawn again, because nobody can say whose they are.
+
+The experts of tokens come at the end of a part, too. Where a part had none, the next one tells those that its own
+version routed the tokens to. They are UNKNOWN then, unless both are of one version: the learner's router decides. To
+draw the tokens again would cost a long answer for the routing of some of it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
+from streamrl.moe_routing import UNKNOWN
 from streamrl.types import PolicyVersion
 
 LENGTH, STOP = FinishReason("length"), FinishReason("stop")
@@ -53,7 +59,8 @@ class Continuation:
         self._ends = ends
         self._searched = 0  # tokens in which no end was found
         self._spans: list[WeightVersionSpan] = []
-        self._experts: bytes | None = None  # int32 [tokens read, layers, top_k]
+        self._prompt_tokens = len(prompt)  # as the server reads it: with all those of its images
+        self._experts: np.ndarray | None = None  # int32 [tokens read, layers * top_k]
         self._verified = self._accepted = 0  # of drafts, in the parts that came to their end
         self._finish: FinishReason | None = None
         self._part: _Part | None = None  # that comes in pieces
@@ -126,7 +133,7 @@ class Continuation:
             finish_reason=self._finish or FinishReason("abort", "it was not answered to its end"),
             weight_versions=tuple(self._spans),
             output_token_logprobs=self._logprobs,
-            routed_experts=None if self._experts is None else base64.b64encode(self._experts).decode(),
+            routed_experts=self._routed(),
             output_token_sampling_mask=None if self._kept is None else [ids for _, ids in self._kept],
             output_token_sampling_logprobs=None if self._kept is None else [logprob for logprob, _ in self._kept],
             spec_verify_ct=self._verified,
@@ -141,9 +148,12 @@ class Continuation:
         self._verified += meta.spec_verify_ct
         self._accepted += meta.spec_num_correct_drafts
         spans = meta.weight_versions if self._part is None else self._part.stamped(meta.weight_versions)
+        before = len(self._ids)
         self._add(ids, logprobs, kept, spans)
-        if meta.routed_experts is not None:
-            self._read(base64.b64decode(meta.routed_experts))
+        if meta.prompt_tokens is not None:
+            self._prompt_tokens = meta.prompt_tokens - before
+        if meta.routed_experts is not None and ids:
+            self._read(np.frombuffer(base64.b64decode(meta.routed_experts), np.int32), before)
 
     def _add(self, ids: list[int], logprobs: Logprobs, kept: Kept | None, spans: Sequence[WeightVersionSpan]) -> None:
         before, self._part = len(self._ids), None
@@ -167,13 +177,35 @@ class Continuation:
             span = replace(self._spans.pop(), end=span.end)
         self._spans.append(span)
 
-    def _read(self, experts: bytes) -> None:
+    def _read(self, told: np.ndarray, before: int) -> None:
         """The experts of every token that the server read for this part, the prompt and former parts among them.
 
-        Former parts were read again, perhaps by newer weights; what was recorded when their tokens were drawn stays.
+        told: int32 [tokens read * layers * top_k]; before: tokens of former parts. Those were read again, perhaps by
+        newer weights: what was recorded when they were drawn stays. Of the others, token t + 1 of the output was drawn
+        from the experts of token t: they are UNKNOWN where that was not by the one version of this part. Raises
+        ValueError where their number does not fit the tokens.
         """
-        known = self._experts or b""
-        self._experts = known + experts[len(known) :]
+        prompt, read = self._prompt_tokens, self._prompt_tokens + len(self._ids) - 1
+        if len(told) % read:
+            raise ValueError(f"answer {self._id}: {len(told)} routed experts for {read} tokens that were read")
+        experts = told.reshape(read, -1).copy()
+        known = 0 if self._experts is None else len(self._experts)
+        if self._experts is not None:
+            experts[:known] = self._experts
+        versions = {span.version for span in self._spans if span.end > before}
+        for span in self._spans:
+            if versions != {span.version}:
+                first, end = max(prompt, known, prompt + span.start - 1), prompt + min(span.end, before) - 1
+                experts[first:end] = UNKNOWN
+        self._experts = experts
+
+    def _routed(self) -> str | None:
+        """The experts of all tokens but the last, which nobody has read; UNKNOWN of those that no part told."""
+        if self._experts is None:
+            return None
+        untold = self._prompt_tokens + len(self._ids) - 1 - len(self._experts)
+        experts = np.pad(self._experts, ((0, untold), (0, 0)), constant_values=UNKNOWN)
+        return base64.b64encode(experts.tobytes()).decode()
 
 
 class _Part:

@@ -149,7 +149,7 @@ class Conversation:
         return sampling_columns.joined([(len(ids), {} if of is None else of.extras) for ids, of in self._parts])
 
     def _routing(self) -> dict[str, np.ndarray]:
-        """The experts of every token as the turn that first reported them has it; empty for a dense model.
+        """The experts of every token as the turn that first read it has them; empty for a dense model.
 
         A turn tells those of the tokens before it too, which are the only ones there are of what was added.
         """
@@ -158,11 +158,12 @@ class Conversation:
             return {}
         output = len(self.ids) - len(self._prompt_ids)
         experts = np.full((len(self.ids), routed[0].extras[OUTPUT].shape[1]), UNKNOWN, np.int16)
+        read = 0
         for turn in routed:
             before = turn.extras[PROMPT].reshape(-1, experts.shape[1])[: len(turn.prompt_ids)]
             of_turn = np.concatenate([before, turn.extras[OUTPUT]])
-            unknown = (experts[: len(of_turn)] == UNKNOWN).all(axis=1)
-            experts[: len(of_turn)][unknown] = of_turn[unknown]
+            experts[read : len(of_turn)] = of_turn[read:]
+            read = len(of_turn) - 1  # its last token is read by the next turn
         return fold(experts[:-1], len(self._prompt_ids), output)
 
 

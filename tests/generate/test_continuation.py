@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.generate.continuation import Continuation
+from streamrl.moe_routing import UNKNOWN
 from streamrl.types import PolicyVersion
 
 PROMPT = [5, 6, 7]
@@ -68,6 +69,62 @@ def test_the_experts_of_a_token_are_those_of_the_part_that_read_it_first():
     known, read = 2 * (len(PROMPT) + 5 - 1), 2 * (len(PROMPT) + 9 - 1)
     assert np.array_equal(experts[:known], EXPERTS[:known])
     assert np.array_equal(experts[known:], EXPERTS[known:read] + 1000)
+
+
+def cut_in_the_middle(known: int) -> Continuation:
+    """An answer whose first `known` tokens are of version 1: their server was lost before it told any experts."""
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1))
+    answer.add(piece(0, known, "1.0"))
+    answer.cut()
+    return answer
+
+
+def rows(answer: Continuation) -> list[list[int]]:
+    return np.frombuffer(base64.b64decode(answer.answer().meta_info.routed_experts), np.int32).reshape(-1, 2).tolist()
+
+
+@pytest.mark.parametrize("images", [0, 4], ids=["text", "with images"])
+def test_no_token_is_replayed_by_the_experts_of_another_version_than_drew_the_next_one(images: int):
+    """A server reads more tokens of a prompt with images than it is sent."""
+    answer = cut_in_the_middle(5)
+    read = len(PROMPT) + images + 9 - 1
+    told = np.arange(2 * read, dtype=np.int32)
+    answer.begin(PolicyVersion(2))
+    last = part(5, 9, "stop", ("2.0", 0, 4))
+    routed = base64.b64encode(told.tobytes()).decode()
+    answer.add(
+        replace(last, meta_info=replace(last.meta_info, routed_experts=routed, prompt_tokens=len(PROMPT) + images + 5))
+    )
+    expected = told.reshape(-1, 2)
+    expected[len(PROMPT) + images : len(PROMPT) + images + 4] = UNKNOWN  # the fifth token is read by version 2 first
+    assert rows(answer) == expected.tolist()
+    assert spans(answer) == [("1.0", 0, 5), ("2.0", 5, 9)]
+
+
+def test_the_experts_that_a_lost_server_did_not_tell_are_those_of_another_one_with_the_same_version():
+    answer = cut_in_the_middle(5)
+    answer.begin(PolicyVersion(1))
+    answer.add(part(5, 9, "stop", ("1.0", 0, 4)))
+    assert rows(answer) == EXPERTS[: 2 * (len(PROMPT) + 8)].reshape(-1, 2).tolist()
+
+
+def test_experts_are_unknown_where_nobody_can_say_which_of_two_versions_read_the_tokens():
+    answer = cut_in_the_middle(5)
+    answer.begin(PolicyVersion(1))
+    answer.add(part(5, 9, "stop", ("1.0", 0, 1), ("2.0", 1, 4)))
+    assert rows(answer)[len(PROMPT) : len(PROMPT) + 6] == [[UNKNOWN] * 2] * 4 + [[14, 15], [16, 17]]
+
+
+def test_an_answer_whose_last_part_told_no_experts_has_a_row_for_every_token_that_was_read():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.add(part(0, 5, "abort", ("1.0", 0, 5)))
+    answer.begin(PolicyVersion(1))
+    answer.add(piece(5, 12, "1.0", again=5))
+    answer.cut()
+    assert answer.finished
+    known = len(PROMPT) + 4
+    assert rows(answer) == EXPERTS[: 2 * known].reshape(-1, 2).tolist() + [[UNKNOWN] * 2] * 7
 
 
 def test_an_answer_that_was_cut_behind_its_last_token_is_whole():

@@ -147,6 +147,16 @@ def test_each_token_has_the_experts_of_the_turn_that_read_it_first(scripted):
     assert whole.extras[OUTPUT].ravel().tolist() == [4, 5, 6, UNKNOWN]
 
 
+def test_experts_that_a_turn_has_not_told_are_not_those_of_a_later_one(scripted):
+    inference = scripted([["a", "b", "c"], ["d"]])
+    conversation = play(inference, Prompt(index=0, text="x="), "y=")
+    first, second = conversation.turns
+    with_experts(first, [[1], [2], [UNKNOWN], [4]])  # x = a b, and c is read with the next turn
+    with_experts(second, [[9], [9], [9], [9], [5], [6], [7]])  # x = a b c y =
+    whole = sample(conversation.completion)
+    assert whole.extras[OUTPUT].ravel().tolist() == [UNKNOWN, 4, 5, 6, 7, UNKNOWN]
+
+
 def with_experts(turn: Completion, rows: list[list[int]]) -> None:
     """Give a turn the experts of all but its last token."""
     read = len(turn.prompt_ids) + len(turn.output_ids) - 1
