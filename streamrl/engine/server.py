@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import socket
@@ -31,6 +32,8 @@ from streamrl.engine.load_plan import LOADER
 from streamrl.engine.nodes import FurtherNodes, NodeLost, NodeOf, reserved_meeting
 from streamrl.engine.quantised_loading import FLAG, OVERRIDE
 from streamrl.engine.shutdown import end_server, segments_of
+
+log = logging.getLogger(__name__)
 
 # A server takes commands (weights, pause) from all who reach it, so it is not reachable from elsewhere by default.
 HOST = "127.0.0.1"
@@ -183,11 +186,17 @@ class Server:
                 raise ServerFailed(str(lost)) from None
 
     async def stop(self) -> None:
-        """End the whole process tree, within CUDA_GRACE and REAP; may be called twice."""
+        """End the whole process tree, within CUDA_GRACE and REAP; may be called twice.
+
+        A process that the kernel does not end, as one that waits for a device, is left behind, and the log says so.
+        """
         self._release()
         grace = CUDA_GRACE if has_cuda() else 0.0
         await asyncio.to_thread(end_server, self.pid, grace, self.scratch, known=self._segments)
-        await asyncio.to_thread(self._process.wait, REAP)
+        try:
+            await asyncio.to_thread(self._process.wait, REAP)
+        except subprocess.TimeoutExpired:
+            log.warning("process %d was killed and has not ended in %g s: its log is %s", self.pid, REAP, self.log)
 
     def _release(self) -> None:
         self._reserved.close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.publisher import Publisher
 from streamrl.stream.messages import Progress
 from streamrl.types import PolicyVersion, Sample
+from tests.operations_table import GOES_ON, documented
 
 DEADLINE = 300.0  # seconds; two servers start at once on busy cores
 STEPS = 100_000  # more than anyone waits for
@@ -158,6 +162,56 @@ def test_the_worker_fails_when_its_last_server_is_given_up(
         assert "the second is gone" in str(raised.value.exceptions[0])
 
     with_fleet(config, tmp_path, events, job)
+
+
+class Unkillable(Server):
+    """A server whose process the kernel does not end."""
+
+    def __init__(self, folder: Path) -> None:
+        """The process has ended, so that nothing else is killed in its place."""
+        self.log, self.scratch, self.address = folder / "server.log", folder / "scratch", "http://127.0.0.1:1"
+        self._reserved, self._segments = socket.socket(), set()
+        self._meeting = self._further = None
+        self._process = subprocess.Popen([sys.executable, "-c", ""])
+        self._process.wait()
+        self._process.wait = self._never  # type: ignore[method-assign]
+
+    def _never(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        raise subprocess.TimeoutExpired("sglang", timeout)
+
+
+def test_a_server_that_cannot_be_killed_costs_the_worker_none_of_its_others(
+    fresh_server: Server,
+    model_folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fleet_module, "FIRST_PAUSE", 0.01)
+    config, events = twice(fresh_server, tmp_path, model_folders[0])
+
+    async def job(fleet: Fleet) -> None:
+        told: list[int] = []
+
+        async def announce() -> None:
+            told.append(len(fleet.states))
+
+        first = fleet.servers["server-0-0"]
+        first._process = Unkillable(tmp_path)
+        keeping = asyncio.create_task(fleet.keep(announce))
+        first.fail("does not answer")
+        async with asyncio.timeout(DEADLINE):
+            while told != [1, 2] and not keeping.done():
+                await asyncio.sleep(0.05)
+        assert told == [1, 2]  # without it, and with the one in its place
+        answers = await fleet.policy("group", PolicyVersion(0)).generate(PROMPT, SAMPLING, 2)
+        assert [len(answer.output_ids) for answer in answers] == [4, 4]
+        assert not keeping.done()
+        keeping.cancel()
+
+    with_fleet(config, tmp_path, events, job)
+    documented("process ... was killed and has not ended in ... s: ...", caplog.text, GOES_ON)
 
 
 def failing(reason: str) -> Callable[[], None]:
