@@ -62,11 +62,23 @@ class WeightUpdate:
         if self._empties:
             await self._empty()
         try:
-            await self._pauses.begin(Reason.UPDATE, self._mode)
+            await self._pause()
             async with self._settled():
                 yield
         except asyncio.CancelledError:
             self._gate.open()  # the worker ends: its last requests are not to wait here for ever
+            raise
+
+    async def _pause(self) -> None:
+        """A server that fails here may have stopped all the same: it is told to go on, and requests come in again."""
+        try:
+            await self._pauses.begin(Reason.UPDATE, self._mode)
+        except EngineError:
+            if self.whole:
+                try:
+                    await self._pauses.end(Reason.UPDATE)
+                finally:
+                    self._gate.open()
             raise
 
     @contextlib.asynccontextmanager
