@@ -21,7 +21,8 @@ from msgspec.structs import replace
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
-from streamrl.generate.inference import EngineInference, Load, Policy
+from streamrl.generate.inference import EngineInference, Load
+from streamrl.generate.one_server import OneServer
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog
 from streamrl.publish.transport import PublishError
@@ -96,13 +97,13 @@ class Pinning:
 
     async def serve(
         self,
-        policy: Callable[[str], Policy],
+        policy: Callable[[str], OneServer],
         states: Callable[[], Iterable[ServerState]],
         send: Callable[[Message], Awaitable[bool]],
     ) -> None:
         """Evaluate what is begun, for ever.
 
-        policy: a server by its name, that one alone. states: of all servers. send: one message to the replay service,
+        policy: a server by its name. states: of all servers. send: one message to the replay service,
         False when it takes none now.
         """
         while True:
@@ -117,7 +118,9 @@ class Pinning:
             if state := next((state for state in states() if state.name == server), None):
                 await send(Applied(server=server, version=state.version))  # lost, the next Hello tells the same
 
-    async def _evaluate(self, server: str, version: PolicyVersion, policy: Callable[[str], Policy]) -> dict[str, float]:
+    async def _evaluate(
+        self, server: str, version: PolicyVersion, policy: Callable[[str], OneServer]
+    ) -> dict[str, float]:
         """The metrics; none where the evaluation failed."""
         assert self._evaluator is not None  # else nothing is begun
         with self._events.span("evaluate", server=server, version=str(version)) as outcome:

@@ -172,12 +172,7 @@ class _Request:
 
     async def abort(self) -> None:
         self._over.set()
-        if self._at is None or self._name is None:
-            return
-        try:
-            await self._at.abort(self._name)
-        except EngineError as error:
-            log.info("request %s was not ended: %s", self._id, error)
+        await self._end_part()
 
     async def first(
         self, answers: list[Continuation], ids: Sequence[int], sampling: dict[str, Any], floor: PolicyVersion
@@ -276,10 +271,7 @@ class _Request:
     async def _end_part(self) -> None:
         """Nothing more is needed of the present part. Its server tells at its end which token is of which version."""
         if self._at is not None and self._name is not None:
-            try:
-                await self._at.abort(self._name)
-            except EngineError as error:
-                log.info("request %s was not ended: %s", self._id, error)
+            await end_request(self._at, self._name)
 
     async def _place(self, floor: PolicyVersion) -> Place | None:
         """A server, as soon as one can take it. None where the request is to end before that."""
@@ -302,6 +294,14 @@ class _Request:
             for task in both:
                 task.cancel()
             await asyncio.wait(both)
+
+
+async def end_request(policy: Policy, request_id: str) -> None:
+    """End a request where it is. One that its server cannot be told of is drawn to its own end."""
+    try:
+        await policy.abort(request_id)
+    except EngineError as error:
+        log.info("request %s was not ended: %s", request_id, error)
 
 
 def _is_loss(error: EngineError) -> bool:

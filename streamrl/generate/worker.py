@@ -33,6 +33,7 @@ from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, Policy
 from streamrl.generate.link import ServiceLink
 from streamrl.generate.mismatch import MismatchMeter
+from streamrl.generate.one_server import OneServer
 from streamrl.generate.pinning import MakeEvaluator, Pinning
 from streamrl.generate.probes import answer_probes
 from streamrl.generate.request_places import PlacedPolicy, RequestPlaces, submission, want_tickets
@@ -158,7 +159,9 @@ class Worker:
                 together.create_task(self._drain(stop))
                 together.create_task(self._give_up())
                 together.create_task(
-                    self._pinning.serve(lambda name: self._fleet.servers[name].policy, self._states, self._link.send)
+                    self._pinning.serve(
+                        lambda name: OneServer.of(self._fleet.servers[name]), self._states, self._link.send
+                    )
                 )
                 if self._places is not None:
                     together.create_task(want_tickets(self._places, self._link.limit))

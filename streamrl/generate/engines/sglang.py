@@ -23,11 +23,12 @@ class Sglang(Engine):
 
     @asynccontextmanager
     async def serving(self, config: Config, scratch: Path) -> AsyncIterator[Policy]:
+        from streamrl.generate.one_server import OneServer
         from streamrl.generate.served import ServedModel
 
         served = ServedModel(config, scratch, index=0)
         try:
             await served.start()
-            yield served.policy
+            yield OneServer.of(served)
         finally:
             await served.close()
