@@ -22,6 +22,20 @@ def test_the_addresses_of_a_pool_go_to_its_workers_in_turn():
 
 
 @pytest.mark.parametrize(
+    ("tree", "seconds"),
+    [
+        ({}, 900),
+        ({"replay": {"group_timeout": 3600}}, 3600),
+        ({"evaluate": {"timeout": 5000}}, 5000),
+        (generate(request_timeout=60), 60),
+        (generate(request_timeout=60, pools=[{"name": "slow", "request_timeout": 70}]), 70),
+    ],
+)
+def test_a_request_may_take_as_long_as_its_answer_counts_unless_the_pool_says_otherwise(tree, seconds):
+    assert Config.model_validate(tree).of_worker(0).request_timeout == seconds
+
+
+@pytest.mark.parametrize(
     ("tree", "told"),
     [
         (

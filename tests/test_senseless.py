@@ -52,6 +52,10 @@ from tests.operations_table import GOES_ON, documented
         (["learner.optimizer.warmup_steps=200"], "learner.optimizer.warmup_steps: 200 is not over when the run is"),
         (["replay.lease=1"], "replay.lease: 1 s outlasts fewer than 3 heartbeats"),
         (["replay.groups_per_step=60000"], "replay.groups_per_step: 60000 groups are 1875 rounds of the 32"),
+        (
+            ["generate.request_timeout=600", "generate.stream_every=0"],
+            "generate.request_timeout: 600 s, and with generate.stream_every=0 an answer that takes longer is",
+        ),
         (["learner.ranks=128"], "learner.ranks: 128 hold 128 copies of the model, and an update has 64 samples"),
     ],
 )

@@ -50,7 +50,6 @@ OURS = {
     "evaluate.tasks": "AIME 2024, though the script's own list of files is empty",
     "evaluate.timeout": "deadlines",
     "generate.groups_in_flight": MEMORY,
-    "generate.request_timeout": "deadlines",
     "generate.single_requests": "speed: long answers",
     "generate.server_nodes": "machines",
     "generate.workers": "machines",

@@ -126,7 +126,12 @@ class GenerateConfig(Section):
         ge=0,
         description="tokens after which a part of an answer is streamed, so that less can be lost; 0: at its end",
     )
-    request_timeout: float = Field(600.0, gt=0, description="seconds that one request to a server may take")
+    request_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that one request to a server may take, then its answers go on by another one; null: "
+        "replay.group_timeout, or evaluate.timeout where that is longer",
+    )
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel size of a server")
     server_nodes: int = Field(
         1, ge=1, description="nodes over which one server goes, each with as many of its ranks (docs/launch.md)"

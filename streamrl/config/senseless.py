@@ -176,6 +176,13 @@ def _out_of_proportion(config: Config) -> Iterator[str]:
             f"replay.lease: {replay.lease:g} s outlasts fewer than {LEASE_OF_HEARTBEATS} heartbeats "
             f"(generate.heartbeat={config.generate.heartbeat:g} s): one that is late costs its worker's tickets"
         )
+    for pool in config.generate.each_pool:
+        if pool.request_timeout is not None and pool.request_timeout < replay.group_timeout and not pool.stream_every:
+            yield (
+                f"generate.request_timeout: {pool.request_timeout:g} s, and with generate.stream_every=0 an answer "
+                "that takes longer is drawn again from its beginning, until replay.group_timeout="
+                f"{replay.group_timeout:g}: long answers are lost; usual: null, or stream_every above 0"
+            )
     places = sum(pool.workers * most_requests(config, pool) for pool in config.generate.each_pool)
     places = math.ceil(places / config.generate.group_size)
     if replay.groups_per_step > MANY_ROUNDS * places:

@@ -81,6 +81,14 @@ class Config(Section):
             return self.run.progress_timeout
         return 2 * (max(self.replay.group_timeout, self.run.start_timeout) + self.evaluate.longest)
 
+    @property
+    def request_timeout(self) -> float:
+        """Seconds that one request to a server may take: `generate.request_timeout`, or as long as its answer counts.
+
+        The pool's own, as generator workers see it (`of_worker`).
+        """
+        return self.generate.request_timeout or max(self.replay.group_timeout, self.evaluate.timeout)
+
     def of_worker(self, index: int) -> Config:
         """The configuration as generator worker `index` sees it: `generate` is its own pool's, for it alone.
 

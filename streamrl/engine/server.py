@@ -224,7 +224,7 @@ def serving(config: Config, folder: Path) -> Iterator[Server]:
 
 
 async def _ready(server: Server, config: Config) -> None:
-    client = EngineClient(server.address, config.generate.request_timeout)
+    client = EngineClient(server.address, config.request_timeout)
     try:
         await server.ready(client, config.run.start_timeout)
     finally:

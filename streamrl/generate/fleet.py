@@ -290,5 +290,5 @@ class Fleet:
         if generate.router is None:
             return None
         keys = engine_keys(self._config, self._run_folder)
-        client = EngineClient(generate.router, generate.request_timeout, keys)
+        client = EngineClient(generate.router, self._config.request_timeout, keys)
         return RouterPolicy(client, lambda: [served.client for served in self._up.values()])

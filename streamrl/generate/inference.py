@@ -84,13 +84,13 @@ class Load:
 
 
 class PartlyAnswered(EngineError):
-    """A request that a server refused, or answered too late, when it had given tokens: `answers` are all of it.
+    """A request that a server refused when it had given tokens: `answers` are all of it.
 
     What is finished is whole, the others are aborts with what is known of them.
     """
 
     def __init__(self, error: EngineError, answers: Sequence[Answer]) -> None:
-        super().__init__(error.address, error.path, error.status, error.reason, late=error.late)
+        super().__init__(error.address, error.path, error.status, error.reason)
         self.answers = answers
 
 

@@ -33,7 +33,7 @@ async def judging(engine: Engine, config: Config, scratch: Path, *, greedy: bool
         raise ScorerUnready(f"judge: {error}") from error
 
     async def ask(question: str, n: int) -> list[str]:
-        deadline = asyncio.get_running_loop().time() + config.generate.request_timeout
+        deadline = asyncio.get_running_loop().time() + config.request_timeout
         handle = handles(greedy=greedy, deadline=deadline)
         try:
             answers = await handle.generate([Message(role="user", content=question)], n)

@@ -2,11 +2,12 @@
 
     generate ─▶ place ─▶ server ─▶ finished answers ────────────────────────▶ whole answers
                   ▲        ├▶ aborted ones (an update) ─▶ Continuation ─┐
-                  │        └▶ the server is lost ───────▶ Continuation ─┤
+                  │        └▶ the server is lost, late ─▶ Continuation ─┤
                   └─────────────── prompt + prefix ◀────────────────────┘
 
 Versions only rise within an answer: it goes on at no server with older weights than those of its last token. Long
-answers come in pieces (`generate.stream_every`), so that those which a lost server had drawn are known here.
+answers come in pieces (`generate.stream_every`), so that those which a lost server had drawn are known here. A server
+is late after `generate.request_timeout`: that bounds a request, and no answer, which would cost the long ones.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from streamrl.types import PolicyVersion
 log = logging.getLogger(__name__)
 
 # Parts in a row that may end without a token: a request that waits for its turn is cut by every update, but one that is
-# always cut before it begins has another cause, and is given up. A lost server does not count: its group's deadline
-# does.
+# always cut before it begins has another cause, and is given up. A server that is lost or late does not count: its
+# group's deadline does.
 STALLS = 8
 
 # Seconds before a request is sent again; a server's end is noticed within a heartbeat, and then it is not chosen.
@@ -98,8 +99,8 @@ class GroupPolicy:
     ) -> list[Answer]:
         """`n` answers, each whole, or an abort where it was ended by its id or could not go on.
 
-        Raises EngineError where a server refuses the request, or answers too late: PartlyAnswered where it had given
-        tokens. With `ends`, one answer alone.
+        Raises EngineError where a server refuses the request: PartlyAnswered where it had given tokens. With `ends`,
+        one answer alone.
         """
         every = self._every if ends is None else min(EVERY, self._every or EVERY)
         if 0 < every < sampling["max_new_tokens"]:
@@ -158,7 +159,7 @@ class _Request:
         self._over = asyncio.Event()  # it is to end where it is
         self._at: Policy | None = None
         self._parts = 0
-        self._avoid: str | None = None  # the server that was lost last
+        self._avoid: str | None = None  # the server that was lost, or late, last
         # Ends the present part, whose answer has come to its stop string.
         self._ending: asyncio.Future[None] | None = None
 
@@ -177,7 +178,7 @@ class _Request:
     async def first(
         self, answers: list[Continuation], ids: Sequence[int], sampling: dict[str, Any], floor: PolicyVersion
     ) -> None:
-        """Ask for all answers at once, as often as the server is lost before it gave a token. Raises EngineError."""
+        """Ask for all answers at once, as often as the server is lost or late before a token. Raises EngineError."""
         tries = 0
         try:
             while await self._ask(answers, ids, sampling, floor):
@@ -210,7 +211,7 @@ class _Request:
     async def _ask(
         self, answers: list[Continuation], ids: Sequence[int], sampling: dict[str, Any], floor: PolicyVersion
     ) -> bool:
-        """One part of each of the answers. True where its server was lost."""
+        """One part of each of the answers. True where its server was lost, or late."""
         place = await self._place(floor)
         if place is None:
             return False
@@ -230,7 +231,7 @@ class _Request:
             for answer, part in zip(answers, parts, strict=False):  # none where they came in pieces
                 answer.add(part)
         except EngineError as error:
-            if not _is_loss(error):
+            if _is_refusal(error):
                 raise
             self._avoid = place.server
             return True
@@ -304,6 +305,6 @@ async def end_request(policy: Policy, request_id: str) -> None:
         log.info("request %s was not ended: %s", request_id, error)
 
 
-def _is_loss(error: EngineError) -> bool:
-    """Whether the server is lost, rather than unwilling or late."""
-    return (error.status is None and not error.late) or error.status in UNAVAILABLE
+def _is_refusal(error: EngineError) -> bool:
+    """Whether the server is unwilling, rather than lost or late."""
+    return error.status is not None and error.status not in UNAVAILABLE

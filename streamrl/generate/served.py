@@ -104,7 +104,7 @@ class ServedModel:
             where |= {"further": self._further, "host": own_host(config, run_folder)}
         self._process = None if attach else Server(config, run_folder, seed, keys, **where)
         self.address = self._process.address if self._process else attach[place]
-        self.client = EngineClient(self.address, config.generate.request_timeout, keys)
+        self.client = EngineClient(self.address, config.request_timeout, keys)
         self._gate = RequestGate()
         self._pauses = Pauses(self.client, config.publish.timeout)
         self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None

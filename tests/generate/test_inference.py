@@ -98,9 +98,8 @@ def told(completions: list[Completion]) -> list[tuple[list[int], str, str]]:
     return [(each.output_ids.tolist(), each.finish_reason, each.failure) for each in completions]
 
 
-@pytest.mark.parametrize("error", [LATE, BROKEN])
-def test_a_request_that_fails_in_the_middle_costs_the_answers_that_had_not_come_to_their_end(model_folders, error):
-    server = Failing(error, piece(0, [7, 8], "stop"), piece(1, [5]), piece(2, [3, 4, 6], "length"))
+def test_a_request_that_fails_in_the_middle_costs_the_answers_that_had_not_come_to_their_end(model_folders):
+    server = Failing(BROKEN, piece(0, [7, 8], "stop"), piece(1, [5]), piece(2, [3, 4, 6], "length"))
     completions, failures = asked(GroupPolicy(OneServer(server), "group", VERSION, 2), model_folders[0], 4)
     assert told(completions) == [
         ([7, 8], "stop", ""),
@@ -108,16 +107,22 @@ def test_a_request_that_fails_in_the_middle_costs_the_answers_that_had_not_come_
         ([3, 4, 6], "length", ""),
         ([], "abort", "server"),
     ]
-    assert failures == [str(error)]
+    assert failures == [str(BROKEN)]
     assert server.asked == 1
 
 
-@pytest.mark.parametrize("error", [LATE, BROKEN])
-def test_a_request_that_fails_before_a_token_costs_its_answers(model_folders, error):
-    policy = GroupPolicy(OneServer(Failing(error)), "group", VERSION, 2)
+def test_a_request_that_fails_before_a_token_costs_its_answers(model_folders):
+    policy = GroupPolicy(OneServer(Failing(BROKEN)), "group", VERSION, 2)
     completions, failures = asked(policy, model_folders[0], 2)
     assert told(completions) == [([], "abort", "server")] * 2
-    assert failures == [str(error)]
+    assert failures == [str(BROKEN)]
+
+
+def test_a_server_that_is_always_late_costs_the_answers_at_their_deadline(model_folders):
+    policy = GroupPolicy(OneServer(Failing(LATE)), "group", VERSION, 2)
+    completions, failures = asked(policy, model_folders[0], 2, seconds=0.2)
+    assert told(completions) == [([], "abort", "deadline")] * 2
+    assert failures == ["not finished at the deadline"]
 
 
 @pytest.mark.parametrize(("ends", "reached"), [(True, [7]), (False, [])])

@@ -227,6 +227,7 @@ class Script:
 
 
 LOST = EngineError("http://s", "/generate", None, "refused")
+LATE = EngineError("http://s", "/generate", None, "none in 600 s", late=True)
 REFUSED = EngineError("http://s", "/generate", 400, "too long")
 
 
@@ -360,6 +361,43 @@ def test_a_lost_server_is_avoided_and_a_request_without_a_token_is_sent_as_it_wa
     assert ask(servers, n=4).output_ids == [7]
     assert servers.chosen == ["first", "second", "first", "second"]
     assert second.asked == [([1, 2], 6)] * 2
+
+
+class Slow(Script):
+    """A policy that draws two tokens in the time of a request."""
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], n: int, request_id: str | None = None, **options: Any
+    ) -> list[Answer]:
+        missing = sampling["max_new_tokens"]
+        self.asked.append((list(input_ids), missing))
+        for index in range(n):
+            options["pieces"](piece(index, [7, 7], "length" if missing == 2 else None))
+        if missing > 2:
+            raise LATE
+        return []
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_answer_that_takes_longer_than_a_request_may_goes_on_from_its_last_token(n: int):
+    first, second = Slow(), Slow()
+
+    async def run() -> list[Answer]:
+        policy = GroupPolicy(Some(first=first, second=second), "group", PolicyVersion(0), 1)
+        async with asyncio.timeout(20):
+            return await policy.generate([1, 2], {"max_new_tokens": 6}, n, "request")
+
+    answers = asyncio.run(run())
+    assert [(each.output_ids, each.meta_info.finish_reason.type) for each in answers] == [([7] * 6, "length")] * n
+    assert [(len(ids), missing) for ids, missing in first.asked[:1]] == [(2, 6)]
+    assert (4, 4) in [(len(ids), missing) for ids, missing in second.asked]
+
+
+def test_a_request_that_is_late_without_a_token_is_sent_again_to_another_server():
+    first, second = Script(LATE, LATE), Script(LATE, answer([7], "stop"))
+    servers = Some(first=first, second=second)
+    assert ask(servers, n=4).output_ids == [7]
+    assert servers.chosen == ["first", "second", "first", "second"]
 
 
 def test_an_answer_goes_on_at_no_server_with_older_weights_than_its_last_token():

@@ -46,7 +46,7 @@ class OpenAi(Engine):
         endpoint = Endpoint(
             given.url, given.model, given.key_variable, os.environ.get(given.key_variable), given.retries
         )
-        policy = OpenAiPolicy(endpoint, config.generate.request_timeout)
+        policy = OpenAiPolicy(endpoint, config.request_timeout)
         try:
             await policy.check(Tokenizer(config.model.path))
             yield policy

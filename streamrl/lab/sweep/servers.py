@@ -64,7 +64,7 @@ class SharedServers:
     async def _ready(self, config: Config) -> None:
         keys = engine_keys(config, self._folder)
         for server in self._servers:
-            client = EngineClient(server.address, config.generate.request_timeout, keys)
+            client = EngineClient(server.address, config.request_timeout, keys)
             try:
                 await server.ready(client, START_SHARE * config.run.start_timeout)
             finally:
