@@ -21,7 +21,7 @@ from streamrl.generate.inference import EngineInference
 from streamrl.generate.moe_routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.stream.contiguous import arena_of
-from streamrl.tasks.environment import Completion, Environment, Rollout
+from streamrl.tasks.environment import Completion, Environment, Prompt, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready, describe
 from streamrl.tasks.left_out import fitting_prompt
 from streamrl.tasks.overlong import Overlong
@@ -125,6 +125,21 @@ def _end_of(
     return fields
 
 
+async def ask(task: Environment, inference: EngineInference, index: int, n: int) -> tuple[Prompt, list[Rollout]]:
+    """The prompt of `index`, of those that fit or cut to fit, and `n` rollouts of it.
+
+    Raises EngineError as `inference` does, ValueError for another number of rollouts, and whatever the task raises.
+    """
+    prompt = await fitting_prompt(task, index, inference.ids_of)
+    await inference.hold_images(prompt.images)
+    if task.cut is not None:
+        inference.cut_prompt(prompt, task.cut)
+    rollouts = await task.rollout_group(inference, prompt, n)
+    if len(rollouts) != n:
+        raise ValueError(f"the task gave {len(rollouts)} rollouts, {n} were asked for")
+    return prompt, rollouts
+
+
 async def _outcome(
     ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, rewards: Weighted
 ) -> Outcome:
@@ -132,13 +147,8 @@ async def _outcome(
     deadline = None if inference.deadline is None else inference.deadline + SCORING_TIME
     try:
         async with asyncio.timeout_at(deadline):
-            prompt = await fitting_prompt(task, ticket.prompt_index, inference.ids_of)
-            await inference.hold_images(prompt.images)
-            if task.cut is not None:
-                inference.cut_prompt(prompt, task.cut)
-            rollouts = await rewards.judged(prompt, await task.rollout_group(inference, prompt, group_size))
-        if len(rollouts) != group_size:
-            raise ValueError(f"the task gave {len(rollouts)} rollouts, {group_size} were asked for")
+            prompt, given = await ask(task, inference, ticket.prompt_index, group_size)
+            rollouts = await rewards.judged(prompt, given)
     except EngineError:
         raise
     except Exception as error:  # the policy for foreign tasks: the group is lost, not the run

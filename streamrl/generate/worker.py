@@ -60,7 +60,6 @@ from streamrl.stream.messages import (
     Wake,
 )
 from streamrl.tasks.environment import Environment
-from streamrl.tasks.failures import ScorerLost, ScorerRaised, ScorerUnready
 from streamrl.tasks.hosted import close_tasks
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import ScorerBroken, Scoring
@@ -98,6 +97,7 @@ class Worker:
         """
         self.name = f"generator-{index}"
         self._config = config
+        self._run_folder = run_folder
         self._index = index
         self._fleet = fleet
         self._events = events
@@ -348,15 +348,15 @@ class Worker:
         await self._link.send(PublishFailed(server=server, version=version, reason=reason, attempt=attempt))
 
     async def _probe(self, moment: str) -> None:
-        """Worker 0 answers the held-out prompts; at the end servers that cannot are no failure of the run."""
+        """Worker 0 answers the held-out prompts; whatever keeps it from that is no failure of the run."""
         if self._index != 0 or self._config.generate.probes == 0:
             return
         inference = self._inference(self._fleet.policy(moment, INITIAL), greedy=True)
         run = self._config.run
         try:
             async with asyncio.timeout(run.start_timeout if moment == "start" else DRAIN_SHARE * run.stop_timeout):
-                await answer_probes(self._config, inference, self._events, moment)
-        except (EngineError, TimeoutError, ScorerLost, ScorerRaised, ScorerUnready) as error:
+                await answer_probes(self._config, self._run_folder, inference, self._events, moment)
+        except (EngineError, TimeoutError) as error:
             self._fleet.check()
             log.warning("probes at the %s were not answered: %s", moment, error or "not in time")
         finally:

@@ -72,6 +72,11 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     trained: dict[str, OfTask] = {}
     evaluated: dict[str, OfTask] = {}
 
+    @property
+    def of_other_splits(self) -> dict[str, OfTask]:
+        """Of prompts of the trained tasks that nobody has looked at: each is counted when it is asked."""
+        return {name: msgspec.structs.replace(found, left_out=None) for name, found in self.trained.items()}
+
     def lines(self) -> Iterator[str]:
         """A line for each task that leaves prompts out."""
         for name, found in self.trained.items():

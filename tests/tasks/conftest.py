@@ -12,7 +12,8 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from streamrl.generate.tokenizer import Tokenizer
-from streamrl.tasks.environment import Completion, Message
+from streamrl.tasks.cut import Cut
+from streamrl.tasks.environment import Completion, Message, Prompt
 from streamrl.types import PolicyVersion, VersionSpan
 
 CHAT_TEMPLATE = (
@@ -33,6 +34,7 @@ class Scripted:
         self.tokenizer = tokenizer
         self.asked: list[np.ndarray] = []
         self.at_least: list[PolicyVersion | None] = []
+        self.cuts: list[tuple[Prompt, Cut]] = []
         self._answers: Iterator[Sequence[str]] = iter(answers)
         self._versions = iter(versions)
 
@@ -51,6 +53,14 @@ class Scripted:
 
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         return self.tokenizer.prompt_ids(prompt, tools)
+
+    async def ids_of(self, prompt: Prompt) -> np.ndarray:
+        return self.prompt_ids(prompt.content)
+
+    async def hold_images(self, references: Sequence[str]) -> None: ...
+
+    def cut_prompt(self, prompt: Prompt, cut: Cut) -> None:
+        self.cuts.append((prompt, cut))
 
     def added_ids(
         self,
