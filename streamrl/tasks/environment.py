@@ -54,7 +54,7 @@ class Prompt:
     Example: `Prompt(index=7, text="caf=", answer="caf")`.
     """
 
-    index: int  # counts up through the epochs of the task's prompts
+    index: int  # what the task was asked for, and knows the prompt by; counts up through the epochs of its prompts
     text: str | None = None  # tokenised as it is
     messages: tuple[Message, ...] | None = None  # rendered by the chat template, with a generation prompt
     images: tuple[str, ...] = ()  # paths, URLs or data URLs, on the worker's machine; the text has a place for each

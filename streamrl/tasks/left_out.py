@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -93,7 +92,7 @@ class Fitting:
     Usage:
         fitting = Fitting(OfTask(size=4, left_out=(1,), ...), seed=1)
         fitting.size  # 3
-        prompt = await fitting.prompt(task, 1, tokenise)  # prompt 2 of the task, under the index 1
+        prompt = await fitting.prompt(task, 1, tokenise)  # prompt 2 of the task
     """
 
     def __init__(self, found: OfTask, seed: int) -> None:
@@ -107,13 +106,16 @@ class Fitting:
         return self._found.fitting
 
     async def prompt(self, task: Environment, index: int, tokenise: Tokenise) -> Prompt:
-        """The prompt of `index`, as `Environment.fetch`: the same one on any machine. Raises ValueError for none."""
+        """The prompt that `index` means, with the task's own index: the same one on any machine.
+
+        Raises ValueError where there is none.
+        """
         if self._found.left_out is not None:
-            return replace(await task.fetch(self._place(index)), index=index)
+            return await task.fetch(self._place(index))
         for step in range(TRIES):
             prompt = await task.fetch(index + step * STRIDE)
             if len(await tokenise(prompt)) <= self._found.limit:
-                return replace(prompt, index=index)
+                return prompt
         raise ValueError(f"prompt {index}: {TRIES} prompts have more than {self._found.limit} tokens")
 
     def _place(self, index: int) -> int:
@@ -136,7 +138,7 @@ def apply(tasks: Mapping[str, Environment], found: Mapping[str, OfTask], seed: i
 
 
 async def fitting_prompt(task: Environment, index: int, tokenise: Tokenise) -> Prompt:
-    """The prompt of `index`, of those that fit."""
+    """The prompt that `index` means, of those that fit; its own index is that by which the task knows it."""
     return await task.fetch(index) if task.fitting is None else await task.fitting.prompt(task, index, tokenise)
 
 

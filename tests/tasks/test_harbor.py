@@ -11,12 +11,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamrl.config.task import TaskConfig
-from streamrl.tasks.environment import EXACT, FAILED
+from streamrl.tasks import left_out
+from streamrl.tasks.environment import EXACT, FAILED, Environment, Prompt
 from streamrl.tasks.episodes import NotPlayed
 from streamrl.tasks.harbor_folder import read_folder
+from streamrl.tasks.left_out import OfTask, fitting_prompt
 from streamrl.tasks.python_tool import missing_walls
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.turns import TURNS
@@ -59,6 +62,42 @@ def test_the_last_turn_can_be_the_answer(scripted, tmp_path):
     half, right = sorted(played, key=lambda rollout: rollout.reward)  # which one begins is left to their threads
     assert (right.reward, right.parts[EXACT]) == (1.0, 1.0)
     assert half.reward == pytest.approx(2 / 3, abs=1e-3)
+
+
+@walled
+@pytest.mark.parametrize("all_looked_at", [True, False])
+def test_an_answer_is_judged_in_the_folder_whose_instruction_was_asked(scripted, tmp_path, all_looked_at):
+    for word in ("caf", "bed", "hag"):
+        write_task(tmp_path / word, word)
+
+    def build() -> Environment:
+        args = {"path": str(tmp_path), "held_out": 1e-9, "commands": False, "answer": "answer.txt"}
+        return build_task(TaskConfig(name="harbor", args=args), 1, "train")
+
+    def instruction(prompt: Prompt) -> str:
+        (message,) = prompt.messages or ()
+        return str(message["content"]).strip()
+
+    async def tokenise(prompt: Prompt) -> np.ndarray:
+        return np.arange(len(instruction(prompt)))
+
+    async def go() -> dict[str, float]:
+        (tmp_path / instruction(build().prompt(1)) / "instruction.md").write_text("long " * 9)
+        task = build()
+        found = {"limit": 9, "looked": 3, "too_long": 1, "shortest": 44, "longest": 44, "size": 3}
+        of_task = OfTask(**found, left_out=(1,) if all_looked_at else None)
+        left_out.apply({"harbor": task}, {"harbor": of_task}, seed=1)
+        rewards = {}
+        for index in range(4):
+            prompt = await fitting_prompt(task, index, tokenise)
+            word = instruction(prompt)
+            (rollout,) = await task.rollout_group(scripted([[word, END]]), prompt, 1)
+            rewards[word] = min(rollout.reward, rewards.get(word, 1.0))
+        return rewards
+
+    rewards = asyncio.run(go())
+    assert set(rewards) < {"caf", "bed", "hag"}
+    assert set(rewards.values()) == {1.0}
 
 
 @walled
