@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, Protocol, TypedDic
 
 import numpy as np
 
-from streamrl.tasks.arguments import TaskArguments
+from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.failures import INFRASTRUCTURE, describe, is_masked
 from streamrl.tasks.starter import Starter
 from streamrl.types import PolicyVersion, VersionSpan
@@ -233,6 +233,11 @@ class Environment(ABC):
     def __init__(self, *given: Any) -> None:  # noqa: B027 (most classes have their own)
         """Built with what a configuration says, of which this needs nothing."""
 
+    @property
+    def judges_groups(self) -> bool:
+        """Does it judge the answers of a group together? Then one answer alone has no score that means anything."""
+        return type(self).score_all is not Environment.score_all
+
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
         """The prompt of `index` >= 0: the same one for the same task, seed and split, on any machine."""
@@ -293,6 +298,18 @@ class Around(Environment):
         """Ask the prompts of the other one; an answer on which its scorer raises counts as it does there."""
         self._task = task
         self.size, self.lowest_reward, self.infrastructure = task.size, task.lowest_reward, task.infrastructure
+
+    def _judge_by(self, task: Environment, name: str) -> None:
+        """Follow the other one, called `name`, and judge each answer as it does.
+
+        Raises ValueError for one that judges the answers of a group together.
+        """
+        if task.judges_groups:
+            raise ValueError(
+                f"{ARGUMENTS}.task.name: {name} judges the answers of a group together; allowed: a task that judges "
+                "each answer alone"
+            )
+        self._follow(task)
 
     def prompt(self, index: int) -> Prompt:
         return self._task.prompt(index)

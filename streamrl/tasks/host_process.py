@@ -202,7 +202,8 @@ class Host:
             lowest_reward=lowest_reward,
             max_turns=environment.max_turns if isinstance(environment, TurnByTurn) else 0,
             plays=kind.rollout_group is not Environment.rollout_group,
-            judges_groups=kind.score_all is not Environment.score_all,
+            scores_all=kind.score_all is not Environment.score_all,
+            judges_groups=environment.judges_groups,
             masked=masked,
         )
 

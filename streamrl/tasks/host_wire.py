@@ -97,7 +97,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     lowest_reward: float = 0.0
     max_turns: int = 0  # of a task of several turns; 0: it is none
     plays: bool = False  # it has a course of its own: `rollout_group` runs in the process
-    judges_groups: bool = False  # it scores all answers of a group together
+    scores_all: bool = False  # it has a `score_all` of its own: all answers of a group in one call
+    judges_groups: bool = False
     masked: list[str] = []  # of ScorerLate, ScorerLost, ScorerUnready, those that say nothing of an answer
 
 

@@ -93,6 +93,10 @@ class Hosted(Environment):
         self.pool = pool
         self._about = about
 
+    @property
+    def judges_groups(self) -> bool:
+        return self._about.judges_groups
+
     def prompt(self, index: int) -> Prompt:
         """Raises TypeError: `await fetch(index)` asks the process."""
         raise TypeError("a hosted task makes its prompts elsewhere: await fetch(index)")
@@ -108,7 +112,7 @@ class Hosted(Environment):
         return _score(done.judgements[0])
 
     async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-        if not self._about.judges_groups:
+        if not self._about.scores_all:
             return await super().score_all(prompt, completions)
         try:
             done = await self.pool.call(_call("score_all", prompt, completions))

@@ -1,12 +1,16 @@
-"""Tasks around another one ask the prompts of that one, and as many."""
+"""Tasks around another one ask the prompts of that one, and as many; and who judges for them."""
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.config.task import TaskConfig
+from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
+from streamrl.tasks.hosted import check_tasks
+from streamrl.tasks.megatron_rl.environment_agent import EnvironmentAgent
 from streamrl.tasks.registry import build_task
 
 INNER: dict[str, Any] = {"name": "copy"}
@@ -15,6 +19,59 @@ AROUND: dict[str, dict[str, Any]] = {
     "remote": {"url": "http://127.0.0.1:1"},
     "tools": {"tools": ["calculator"]},
 }
+JUDGING = {name: args for name, args in AROUND.items() if name != "remote"} | {"judged": {"model": "nowhere"}}
+
+JUDGES = """
+    from streamrl.tasks.environment import Environment, Prompt, Rollout, Score
+    from streamrl.tasks.functions.rewards import RewardFunction
+    from streamrl.tasks.functions.task import FunctionTask
+    from streamrl.tasks.grouped import Contrastive
+
+
+    class Compared(Contrastive):
+        def prompt(self, index):
+            return Prompt(index=index, text="?")
+
+        async def preference(self, prompt, first, second):
+            return float(len(first.text) < len(second.text))
+
+
+    class Ranked(Environment):
+        prompt = Compared.prompt
+
+        async def score(self, prompt, completion):
+            return Score(reward=0.5)
+
+        async def score_all(self, prompt, completions):
+            ranks = sorted(completions, key=lambda each: len(each.text))
+            return [Rollout(completion=each, reward=float(ranks.index(each))) for each in completions]
+
+
+    def shortest(completions):
+        return [float(len(each) == min(map(len, completions))) for each in completions]
+
+
+    def short(completion):
+        return float(len(completion) < 3)
+
+
+    class Batch(FunctionTask):
+        rewards = (RewardFunction(shortest),)
+
+
+    class Single(FunctionTask):
+        rewards = (RewardFunction(short),)
+"""
+
+
+@pytest.fixture
+def judges(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """The entry of each class of JUDGES, as a configuration has it."""
+    (tmp_path / "judges.py").write_text(textwrap.dedent(JUDGES))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x="}\n{"prompt": "y="}\n')
+    rows = {"path": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
+    args: dict[str, dict[str, Any]] = {"Compared": {}, "Ranked": {}, "Batch": rows, "Single": rows}
+    return {name: {"name": f"{tmp_path}/judges.py:{name}", "args": given} for name, given in args.items()}
 
 
 @pytest.mark.parametrize("split", ["train", "probe"])
@@ -24,3 +81,27 @@ def test_a_task_around_another_one_has_as_many_prompts_as_that(name, split):
     inner = build_task(TaskConfig(**INNER), 1, split)
     assert inner.size is not None
     assert around.size == inner.size
+
+
+@pytest.mark.parametrize("judge", ["Compared", "Ranked", "Batch"])
+@pytest.mark.parametrize("name", JUDGING)
+def test_a_judge_of_groups_is_refused_where_each_answer_is_judged_alone(name, judge, judges):
+    with pytest.raises(ValueError, match=r"^task\.args\.task\.name: .* judges the answers of a group") as refused:
+        build_task(TaskConfig(name=name, args={"task": judges[judge], **JUDGING[name]}), 1, "train")
+    assert str(refused.value).endswith("; allowed: a task that judges each answer alone")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_judge_of_groups_is_refused_too_where_its_class_runs_elsewhere_and_served_to_megatron_rl(judges):
+    share = TaskShare(name="agent", args={"task": judges["Compared"], **AROUND["agent"]})
+    with pytest.raises(ValueError, match=r"^task\.args\.task\.name: .*:Compared judges the answers of a group"):
+        check_tasks([share], 1, "train", ScoringConfig(processes=1))
+    with pytest.raises(ValueError, match=r"^agent_type: .*:Compared judges the answers of a group together; allowed: "):
+        EnvironmentAgent(TaskShare.model_validate(judges["Compared"]), 1)
+
+
+def test_who_gives_prompts_alone_may_judge_groups_and_a_function_of_one_answer_judges_none(judges):
+    remote = build_task(TaskConfig(name="remote", args={"task": judges["Compared"], **AROUND["remote"]}), 1, "train")
+    assert remote.prompt(3).text == "?"
+    tools = build_task(TaskConfig(name="tools", args={"task": judges["Single"], **AROUND["tools"]}), 1, "train")
+    assert not tools.judges_groups

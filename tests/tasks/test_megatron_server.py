@@ -28,6 +28,17 @@ AGENTS = Path(__file__).with_name("megatron_agents.py")
 REMOTE = "streamrl.tasks.megatron_rl.remote_agent:RemoteAgent"
 END = "<|im_end|>"
 LONGEST = 60.0  # seconds
+LOST = """
+from streamrl.tasks.environment import Environment, Prompt
+
+
+class Lost(Environment):
+    def prompt(self, index):
+        return Prompt(index=index, text="?")
+
+    async def score(self, prompt, completion):
+        raise TimeoutError("no judge answers")
+"""
 
 
 @asynccontextmanager
@@ -106,6 +117,13 @@ def test_what_a_server_raises_costs_the_group_and_one_that_is_not_there_is_refus
     assert any("the agent broke" in (rollout.failure or "") for rollout in rollouts)
     with pytest.raises(ValueError, match=r"env_server_host_port: 127\.0\.0\.1:1: .*; allowed: HOST:PORT"):
         remote("127.0.0.1:1")
+
+
+def test_no_answer_is_trained_that_a_served_tasks_scorer_could_not_judge(served, scripted, tmp_path):
+    (tmp_path / "lost.py").write_text(LOST)
+    rollouts = go(played(served(f"{tmp_path}/lost.py:Lost"), scripted([["zz", END], ["yy", END]]), 2))
+    assert all(rollout.masked or not rollout.is_answered for rollout in rollouts)
+    assert any("TimeoutError: no judge answers" in (rollout.failure or "") for rollout in rollouts)
 
 
 def test_a_token_is_asked_for_where_there_is_one(served, scripted, tmp_path):

@@ -103,9 +103,11 @@ class Agent(Around):
     has_turns = True
 
     def __init__(self, arguments: AgentArguments, task: Environment, seed: int, split: str) -> None:
-        """Raises ValueError for a function that cannot be loaded, which is tried in a process of its own."""
+        """Raises ValueError for a judge of groups, and for a function that cannot be loaded, which is tried in a
+        process of its own.
+        """
         self._arguments = arguments
-        self._follow(task)
+        self._judge_by(task, arguments.task.name)
         self._run: AgentFunction = self._command if arguments.function is None else self._function
         self._pool = None if arguments.function is None else _pool(arguments, arguments.function)
         self._places = asyncio.Semaphore(arguments.parallel)

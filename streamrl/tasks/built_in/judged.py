@@ -36,11 +36,11 @@ class Judged(Around):
     )
 
     def __init__(self, arguments: JudgedArguments, task: Environment, seed: int, split: str) -> None:
-        """Raises ValueError for a task of several turns, or an engine that cannot judge."""
+        """Raises ValueError for a task of several turns, or a judge of groups, and an engine that cannot judge."""
         if task.has_turns:
             name = arguments.task.name
             raise ValueError(f"{ARGUMENTS}.task.name: {name} has turns of its own; allowed: a task of one turn")
-        self._follow(task)
+        self._judge_by(task, arguments.task.name)
         self._judge = ModelJudge(arguments)
         self._weight = arguments.weight
         self.lowest_reward = min(0.0, task.lowest_reward)

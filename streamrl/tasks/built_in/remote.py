@@ -63,6 +63,7 @@ class Remote(TurnByTurn, Around):
     """Prompts, observations and rewards from a server (`python -m streamrl.tasks.serve`), or rewards alone."""
 
     Arguments = RemoteArguments
+    judges_groups = False  # what the server does is not known here
     starter = Starter(args={"url": "http://127.0.0.1:7000/copy"})
 
     def __init__(self, arguments: RemoteArguments, local: Environment | None, seed: int, split: str) -> None:

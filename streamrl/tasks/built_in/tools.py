@@ -53,11 +53,13 @@ class Tools(TurnByTurn, Around):
     )
 
     def __init__(self, arguments: ToolsArguments, task: Environment, seed: int, split: str) -> None:
-        """Raises ValueError where code would have no walls around it, and that is not allowed."""
+        """Raises ValueError for a task of several turns, or a judge of groups; and where code would have no walls, and
+        that is not allowed.
+        """
         if task.has_turns:
             name = arguments.task.name
             raise ValueError(f"{ARGUMENTS}.task.name: {name} has turns of its own; allowed: a task of one turn")
-        self._follow(task)
+        self._judge_by(task, arguments.task.name)
         self._role = arguments.role
         self.max_turns = arguments.max_turns
         self._tools = {path.rpartition(":")[2]: _built(path, arguments) for path in arguments.tools}

@@ -63,13 +63,13 @@ class RewardFunction:
         self._named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         self._required = {each.name for each in parameters if each.name in self._named and each.default is each.empty}
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        self._batch = "completions" in self._named or (self._takes_all and not self._named & set(SINGLE))
+        self.of_batch = "completions" in self._named or (self._takes_all and not self._named & set(SINGLE))
         if unnamed := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
             raise ValueError(f"reward: {self.name} has the argument {unnamed[0]!r} without a name; allowed: named ones")
 
     def check(self, columns: Collection[str]) -> None:
         """Raise ValueError for an argument that is neither offered nor a column: one line with what is allowed."""
-        offered = BATCH if self._batch else SINGLE
+        offered = BATCH if self.of_batch else SINGLE
         known = [*offered, *(column for column in columns if column not in offered)]
         for name in sorted(self._required.difference(known)):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -85,7 +85,7 @@ class RewardFunction:
 
         A function of a batch that raises has raised on every answer.
         """
-        if self._batch:
+        if self.of_batch:
             try:
                 return list(await self._of_batch(prompt, answers, row))
             except Exception as error:  # the user's code: its answers are unscored

@@ -50,6 +50,11 @@ class FunctionTask(Environment):
         for reward in self.rewards:
             reward.check([column for column in self._rows[0] if column != NUMBER])
 
+    @property
+    def judges_groups(self) -> bool:
+        """Is there a function of a batch? What it says of an answer may come from the others."""
+        return any(reward.of_batch for reward in self.rewards)
+
     def row(self, index: int) -> dict[str, Any]:
         """The columns of prompt `index`."""
         row = self._rows[item_at(index, self.size, self._seed)]

@@ -10,6 +10,7 @@ from pydantic import PrivateAttr
 
 from streamrl.config.task import TaskShare
 from streamrl.tasks.environment import Completion, Environment, Prompt, message_text
+from streamrl.tasks.failures import ScorerRaised
 from streamrl.tasks.megatron_rl.inference import LLMChatMessage
 from streamrl.tasks.megatron_rl.reward_only import Prompted, RewardOnlyAgent
 from streamrl.tasks.registry import build_task
@@ -23,12 +24,17 @@ class EnvironmentAgent(RewardOnlyAgent):
     _splits: dict[bool, Environment] = PrivateAttr(default_factory=dict)
 
     def __init__(self, share: TaskShare, seed: int) -> None:
-        """Raises ValueError for arguments that do not fit, and a task that asks the policy by itself."""
+        """Raises ValueError for arguments that do not fit, a task of several turns, and a judge of groups."""
         super().__init__(env_id=share.key)
         for validation in (True,) if share.evaluation_only else (False, True):
             self._splits[validation] = build_task(share, seed, "probe" if validation else "train")
         if self._splits[True].has_turns:
             raise ValueError(f"agent_type: {share.name} has several turns; allowed: an agent, or a task of one turn")
+        if self._splits[True].judges_groups:
+            raise ValueError(
+                f"agent_type: {share.name} judges the answers of a group together; allowed: an agent, or a task that "
+                "judges each answer alone"
+            )
 
     async def get_prompt(self, validation: bool) -> tuple[Prompted, Any]:
         task = self._task(validation)
@@ -40,6 +46,7 @@ class EnvironmentAgent(RewardOnlyAgent):
         return [await self._prompted(validation, index) for index in range(count)]
 
     async def get_reward(self, response: str, golden: Any, finish_reason: str) -> float:
+        """As the task judges the answer. Raises ScorerRaised for a scorer whose failure says nothing of it."""
         nothing = np.empty(0, np.int32)
         answer = Completion(
             text=response,
@@ -51,6 +58,8 @@ class EnvironmentAgent(RewardOnlyAgent):
         )
         task, prompt = self._task(golden["validation"]), golden["prompt"]
         (judged,) = await task.score_all(prompt, [answer])
+        if judged.masked:
+            raise ScorerRaised(judged.failure or "", masked=True)
         return judged.reward
 
     async def close(self) -> None:
