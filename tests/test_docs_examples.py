@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.config.task import ScoringConfig, TaskShare
+from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
 from streamrl.tasks import user_reward
 from streamrl.tasks.hosted import check_tasks
 from streamrl.tasks.registry import build_task
@@ -62,7 +62,7 @@ def test_the_tasks_of_the_page_are_tasks_by_their_path(tmp_path, name):
     (block,) = [block for block in blocks("tasks.md") if f"class {name}(" in block]
     (tmp_path / "mine.py").write_text(block)
     share = TaskShare(name=f"{tmp_path}/mine.py:{name}")
-    check_tasks([share], 1, "train", ScoringConfig(processes=1))
+    check_tasks([share], 1, "train", TaskConfig(scoring=ScoringConfig(processes=1)))
     assert build_task(share, 1, "train").prompt(0).index == 0
 
 

@@ -69,7 +69,7 @@ def texts(config: Config, folder: Path) -> list[str | None]:
     """Of the first two epochs, as a worker asks them."""
 
     async def ask() -> list[str | None]:
-        tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+        tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task)
         try:
             left_out.apply(tasks, left_out.load(folder).trained, config.run.seed)
             task, tokenise = tasks["jsonl"], ids_by(Tokenizer(config.model.path))
@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_asks_what_it_asked_whatever_the_context_is_now(confi
 def test_a_run_cuts_what_it_would_leave_out_and_a_resume_does_it_at_the_same_place(configured, side, end):
     def kept(config: Config) -> list[str]:
         async def ask() -> list[str]:
-            tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+            tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task)
             try:
                 left_out.apply(tasks, left_out.load(config.run_folder).trained, config.run.seed)
                 task, tokenizer = tasks["jsonl"], Tokenizer(config.model.path)

@@ -23,7 +23,6 @@ from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.observe.bars import Report, silent
-from streamrl.tasks import parsing
 from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
 from streamrl.tasks.failures import describe
@@ -61,14 +60,12 @@ async def host_evaluated(config: Config) -> dict[str, Environment]:
 
     Raises ValueError with one line for arguments that do not fit, and ScorerUnready.
     """
-    tasks = await host_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task.scoring)
-    parsing.apply(tasks.values(), config.task)
-    return tasks
+    return await host_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task)
 
 
 def check_evaluated(config: Config) -> None:
     """Load every task that `evaluate` names once. Raises ValueError with one line for arguments that do not fit."""
-    check_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task.scoring)
+    check_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task)
 
 
 class Walk:

@@ -10,7 +10,7 @@ from streamrl.engine.client import EngineError
 from streamrl.generate.group import ask
 from streamrl.generate.inference import EngineInference
 from streamrl.observe.events import EventLog
-from streamrl.tasks import left_out, parsing
+from streamrl.tasks import left_out
 from streamrl.tasks.environment import Environment, Prompt
 from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import host_task
@@ -56,8 +56,7 @@ async def answer_probes(
 async def _hosted(config: Config, run_folder: Path) -> Environment:
     """The probe split of the first task, without prompts that are too long. Raises whatever the task raises."""
     share, seed, too_long = config.task.shares[0], config.run.seed, left_out.load(run_folder).of_other_splits
-    task = await host_task(share, seed, "probe", config.task.scoring)
-    parsing.apply([task], config.task)
+    task = await host_task(share, seed, "probe", config.task)
     left_out.apply({share.key: task}, too_long, seed)
     return task
 

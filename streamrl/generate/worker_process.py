@@ -25,7 +25,7 @@ from streamrl.reward_model.client import RewardModels
 from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.session import PeerRefused
-from streamrl.tasks import left_out, parsing, weighted
+from streamrl.tasks import left_out, weighted
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import close_tasks, host_tasks
@@ -134,6 +134,5 @@ async def _address(config: Config, run_folder: Path, stop: asyncio.Event) -> str
 
 async def _load(tasks: dict[str, Environment], config: Config, run_folder: Path) -> None:
     """Load the run's tasks. Raises ScorerUnready, and ValueError for arguments that do not fit."""
-    tasks |= await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
-    parsing.apply(tasks.values(), config.task)
+    tasks |= await host_tasks(config.task.trained, config.run.seed, "train", config.task)
     left_out.apply(tasks, left_out.load(run_folder).trained, config.run.seed)

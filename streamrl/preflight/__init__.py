@@ -32,7 +32,7 @@ from streamrl.preflight.teacher import check_critic, check_teacher, check_teache
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.preflight.wire import check_wire, group_bytes
 from streamrl.reward_model.folder import check_folder as check_reward_model
-from streamrl.tasks import left_out, parsing
+from streamrl.tasks import left_out
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import close_tasks, host_tasks
@@ -109,9 +109,8 @@ async def _check(config: Config, shape: ModelShape, tokenizer: Tokenizer, record
     tasks: dict[str, Environment] = {}
     evaluated: dict[str, Environment] = {}
     try:
-        tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+        tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task)
         evaluated = await host_evaluated(config) if config.evaluate.every else {}
-        parsing.apply(tasks.values(), config.task)
         check_turns(config, tasks)
         sizes = Sizes(config, shape, tokenizer)
         return await _check_sizes(sizes, tasks, evaluated, recorded)

@@ -202,7 +202,7 @@ class Environment(ABC):
     starter: ClassVar[Starter] = Starter()
     """What `streamrl init` writes for it."""
 
-    has_turns: ClassVar[bool] = False
+    has_turns: bool = False
     """Does it generate several answers one after another for one sample? Then no other task can answer between them."""
 
     size: int | None = None

@@ -30,8 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.config.task import TaskShare
+from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.lifeline import die_with
+from streamrl.tasks import parsing
 from streamrl.tasks.environment import (
     Branch,
     Completion,
@@ -177,8 +178,7 @@ class Host:
         self._mark = mark
         self._timeout, self._limit = task.timeout, task.limit
         self._function = _function(task.function) if task.function else None
-        share = TaskShare.model_validate(task.share) if task.share else None
-        self._environment = build_task(share, task.seed, split=task.split) if share else None
+        self._environment = _environment(task)
         self._infrastructure = INFRASTRUCTURE if self._environment is None else self._environment.infrastructure
         self._prompt = functools.lru_cache(PROMPTS)(self._environment.prompt) if self._environment else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -200,10 +200,11 @@ class Host:
             inline=bool(vars(kind).get("runs_inline", False)),  # said of this very class, not of one that it is made of
             size=environment.size,
             lowest_reward=lowest_reward,
+            has_turns=bool(environment.has_turns),
             max_turns=environment.max_turns if isinstance(environment, TurnByTurn) else 0,
             plays=kind.rollout_group is not Environment.rollout_group,
             scores_all=kind.score_all is not Environment.score_all,
-            judges_groups=environment.judges_groups,
+            judges_groups=bool(environment.judges_groups),
             masked=masked,
         )
 
@@ -319,6 +320,15 @@ class Host:
         number = _CALL.get() if context is None else context.get(_CALL, 0)
         steps = _stepping(coroutine, number, self._mark) if number else coroutine
         return asyncio.Task(steps, loop=loop, context=context)
+
+
+def _environment(task: Task) -> Environment | None:
+    """As the worker would have it; None where a function is hosted."""
+    if task.share is None:
+        return None
+    environment = build_task(TaskShare.model_validate(task.share), task.seed, task.split)
+    parsing.apply(environment, TaskConfig.model_validate(task.run))
+    return environment
 
 
 def _function(path: str) -> Any:

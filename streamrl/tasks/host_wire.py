@@ -46,6 +46,7 @@ class Task(Frame, frozen=True, kw_only=True):
     """The first frame: what the process hosts."""
 
     share: dict[str, Any] | None = None  # `TaskShare`, of an environment
+    run: dict[str, Any] = {}  # `parsing.KEYS` of the `TaskConfig` that it plays for
     function: str | None = None  # package.module:function, instead
     seed: int = 0
     split: str = "train"
@@ -95,7 +96,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     inline: bool = False  # it says that it never blocks: the worker may load it
     size: int | None = None
     lowest_reward: float = 0.0
-    max_turns: int = 0  # of a task of several turns; 0: it is none
+    has_turns: bool = False
+    max_turns: int = 0  # of a `TurnByTurn`; 0: it is none
     plays: bool = False  # it has a course of its own: `rollout_group` runs in the process
     scores_all: bool = False  # it has a `score_all` of its own: all answers of a group in one call
     judges_groups: bool = False

@@ -10,11 +10,12 @@ What is not the user's runs in the worker's event loop, and so does a class that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
+from streamrl.config.task import TaskConfig, TaskShare
+from streamrl.tasks import parsing
 from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerRaised, ScorerUnready
 from streamrl.tasks.host_pool import HostPool
@@ -24,37 +25,48 @@ from streamrl.tasks.turns import Observation, TurnByTurn
 
 Split = Literal["train", "probe"]
 
+Check = Callable[[str, Environment], None]  # of a task and its label
 
-async def host_task(config: TaskConfig | TaskShare, seed: int, split: Split, settings: ScoringConfig) -> Environment:
-    """As `build_task`, with a class of the user's in processes of its own. `close` it.
 
-    Raises ValueError as `build_task` does, and ScorerUnready where no process can be made ready in time.
+async def host_task(share: TaskConfig | TaskShare, seed: int, split: Split, run: TaskConfig) -> Environment:
+    """As `build_task`, told of its run, with a class of the user's in processes of its own. `close` it.
+
+    run: `task` of the configuration, of which `scoring` and `parsing.KEYS` count. Raises ValueError as `build_task`
+    does, and ScorerUnready where no process can be made ready in time.
     """
-    share = own_share(config)
-    if share is None:  # in a thread: a task may read files, or start a process, and the worker goes on meanwhile
-        return await asyncio.to_thread(build_task, config, seed, split)
-    name = share.name.rpartition(":")[2]
-    task = Task(share=share.model_dump(), seed=seed, split=split, timeout=settings.timeout)
-    pool = HostPool(task, name, settings)
+    own = own_share(share)
+    if own is None:  # in a thread: a task may read files, or start a process, and the worker goes on meanwhile
+        return await asyncio.to_thread(_told, share, seed, split, run)
+    told = run.model_dump(include=set(parsing.KEYS))
+    task = Task(share=own.model_dump(), run=told, seed=seed, split=split, timeout=run.scoring.timeout)
+    pool = HostPool(task, own.name.rpartition(":")[2], run.scoring)
     try:
         about = await pool.about()
         if about.inline:
             await pool.close()
-            return build_task(config, seed, split)
-        return build_task(config, seed, split, HostedTurns(pool, about) if about.max_turns else Hosted(pool, about))
+            return _told(share, seed, split, run)
+        hosted = HostedTurns(pool, about) if about.max_turns else Hosted(pool, about)
+        return _told(share, seed, split, run, hosted)
     except BaseException:
         await pool.close()
         raise
 
 
-async def host_tasks(
-    shares: Iterable[TaskShare], seed: int, split: Split, settings: ScoringConfig
-) -> dict[str, Environment]:
+def _told(
+    share: TaskConfig | TaskShare, seed: int, split: Split, run: TaskConfig, own: Environment | None = None
+) -> Environment:
+    """As `build_task`, told of its run."""
+    task = build_task(share, seed, split, own)
+    parsing.apply(task, run)
+    return task
+
+
+async def host_tasks(shares: Iterable[TaskShare], seed: int, split: Split, run: TaskConfig) -> dict[str, Environment]:
     """The environments of several tasks, by their labels. Raises as `host_task` does; then none is left."""
     tasks: dict[str, Environment] = {}
     try:
         for share in shares:
-            tasks[share.key] = await host_task(share, seed, split, settings)
+            tasks[share.key] = await host_task(share, seed, split, run)
     except BaseException:
         await close_tasks(tasks)
         raise
@@ -66,17 +78,25 @@ async def close_tasks(tasks: dict[str, Environment]) -> None:
     await asyncio.gather(*(task.close() for task in tasks.values()))
 
 
-def check_tasks(shares: Iterable[TaskShare], seed: int, split: Split, settings: ScoringConfig) -> None:
-    """Load every task once, a class of the user's in a process of its own, and let go of it.
+def check_tasks(
+    shares: Iterable[TaskShare], seed: int, split: Split, run: TaskConfig, check: Check | None = None
+) -> None:
+    """Load every task once, a class of the user's in a process of its own, `check` it, and let go of it.
 
-    Raises ValueError, with one line that begins with the key.
+    Raises ValueError, with one line that begins with the key, and what `check` raises.
     """
 
-    async def check() -> None:
-        await close_tasks(await host_tasks(shares, seed, split, settings))
+    async def load() -> None:
+        tasks = await host_tasks(shares, seed, split, run)
+        try:
+            for name, task in tasks.items():
+                if check is not None:
+                    check(name, task)
+        finally:
+            await close_tasks(tasks)
 
     try:
-        asyncio.run(check())
+        asyncio.run(load())
     except ScorerUnready as error:
         raise ValueError(f"task.name: {error}") from None
 
@@ -86,7 +106,7 @@ class Hosted(Environment):
 
     def __init__(self, pool: HostPool, about: About) -> None:
         """`about`: what the class says of itself."""
-        self.size, self.lowest_reward = about.size, about.lowest_reward
+        self.size, self.lowest_reward, self.has_turns = about.size, about.lowest_reward, about.has_turns
         self.infrastructure = tuple(
             kind for kind in (ScorerLate, ScorerLost, ScorerUnready) if kind.__name__ in about.masked
         )

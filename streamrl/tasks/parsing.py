@@ -6,7 +6,7 @@ answer ─▶ task.reasoning_parser ─▶ reasoning
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from streamrl.tasks.environment import Completion, Environment
 from streamrl.tasks.failures import describe
 from streamrl.tasks.reasoning_parsers.base import ReasoningParser
 from streamrl.tasks.tool_parsers.base import Called, ToolParser, unreadable
+
+# What a task is told of its run, wherever it runs.
+KEYS = frozenset({"tool_parser", "tool_parser_options", "reasoning_parser", "reasoning_parser_options", "max_branches"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,9 @@ class Parsers:
         return Said(left, reasoning, calls)
 
 
-def apply(tasks: Iterable[Environment], config: TaskConfig) -> None:
-    """Give tasks the parsers of their run, and the number of branches that a rollout may have."""
-    parsers = Parsers.of(config)
-    for task in tasks:
-        task.parsers, task.max_branches = parsers, config.max_branches
+def apply(task: Environment, config: TaskConfig) -> None:
+    """Give a task the parsers of its run, and the number of branches that a rollout may have: KEYS of `config`."""
+    task.parsers, task.max_branches = Parsers.of(config), config.max_branches
 
 
 def _built(config: TaskConfig, key: str) -> Any:

@@ -22,7 +22,7 @@ from aiohttp import web
 from streamrl.choices import TASKS
 from streamrl.config import Config
 from streamrl.config import file as config_file
-from streamrl.config.task import TaskShare
+from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.environment import Completion, Environment, Prompt
 from streamrl.tasks.failures import describe, is_masked
 from streamrl.tasks.host_wire import OWN
@@ -57,7 +57,7 @@ class ServedTask:
     async def start(self) -> None:
         """Load both splits, which share nothing but their scorer. Raises ValueError, ScorerUnready."""
         for split in SPLITS:
-            self._splits[split] = await host_task(self._share, self._config.run.seed, split, self._config.task.scoring)
+            self._splits[split] = await host_task(self._share, self._config.run.seed, split, _run(self._config))
 
     @property
     def _task(self) -> Environment:
@@ -105,8 +105,9 @@ def application(config: Config, token: str | None = None) -> web.Application:
     """The server of all weighted tasks of `config`. Raises ValueError for task arguments that do not fit."""
     app = web.Application(client_max_size=LARGEST, middlewares=[guarded(token)])
     for share in config.task.shares:
-        _check_served(share)
-        check_tasks([share], config.run.seed, "train", config.task.scoring)
+        if TASKS.is_built_in(share.name):  # before one is built, which may ask for a server
+            _check_served(share.name, TASKS.load(share.name))
+        check_tasks([share], config.run.seed, "train", _run(config), _check_served)
         served = ServedTask(share, config)
         app.router.add_get(f"/{share.key}/about", _handler(served.about))
         for method in (served.prompt, served.observation, served.score):
@@ -116,14 +117,17 @@ def application(config: Config, token: str | None = None) -> web.Application:
     return app
 
 
-def _check_served(share: TaskShare) -> None:
+def _run(config: Config) -> TaskConfig:
+    """What a served task is told of a run: processes and deadlines, and no parsers, as callers send plain texts."""
+    return TaskConfig(scoring=config.task.scoring)
+
+
+def _check_served(name: str, task: Environment | type[Environment]) -> None:
     """Raises ValueError for a task whose episodes ask the policy by themselves: a caller could only have its texts."""
-    if not TASKS.is_built_in(share.name):
-        return
-    task = TASKS.load(share.name)
-    if task.has_turns and not issubclass(task, TurnByTurn):
+    kind = task if isinstance(task, type) else type(task)
+    if task.has_turns and not issubclass(kind, TurnByTurn):
         raise ValueError(
-            f"task.name: {share.name} cannot be served, as its episodes ask the policy by themselves; allowed: a task "
+            f"task.name: {name} cannot be served, as its episodes ask the policy by themselves; allowed: a task "
             "of one turn, or a subclass of TurnByTurn"
         )
 

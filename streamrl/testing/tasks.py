@@ -22,7 +22,7 @@ import pytest
 from pydantic import BaseModel
 
 from streamrl.choices import TASKS
-from streamrl.config.task import ScoringConfig, TaskShare
+from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
 from streamrl.tasks.arguments import TaskArguments
 from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, message_text
 from streamrl.tasks.hosted import Split, host_task
@@ -124,7 +124,7 @@ class TaskConformance(Conformance):
         """What `use` makes of the task and a prompt of it, where a worker runs it."""
 
         async def work() -> Result:
-            task = await host_task(self._share(), 1, self.splits[0], ScoringConfig(processes=1))
+            task = await host_task(self._share(), 1, self.splits[0], TaskConfig(scoring=ScoringConfig(processes=1)))
             try:
                 return await use(task, await task.fetch(0))
             finally:

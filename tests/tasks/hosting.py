@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import Completion, Environment, Rollout
 from streamrl.tasks.hosted import host_task
 
@@ -21,7 +21,9 @@ TIMEOUT = 1.5  # task.scoring.timeout of these tests
 
 
 class Hosting:
-    """`async with hosting(CLASS, **scoring) as task`: a class of the module `source`, written to `folder`.
+    """`async with hosting(CLASS, run, **scoring) as task`: a class of the module `source`, written to `folder`.
+
+    run: keys of `task`, its `args` among them.
 
     Fails where a process of the task is left behind it.
     """
@@ -31,9 +33,10 @@ class Hosting:
         self.file.write_text(textwrap.dedent(source))
 
     @asynccontextmanager
-    async def __call__(self, name: str, **scoring: Any) -> AsyncIterator[Any]:
-        settings = ScoringConfig.model_validate({"timeout": TIMEOUT, "start_timeout": DEADLINE, **scoring})
-        task = await host_task(TaskConfig(name=f"{self.file}:{name}"), 1, "train", settings)
+    async def __call__(self, name: str, run: dict[str, Any] | None = None, **scoring: Any) -> AsyncIterator[Any]:
+        settings = {"timeout": TIMEOUT, "start_timeout": DEADLINE, **scoring}
+        config = TaskConfig.model_validate({"name": f"{self.file}:{name}", **(run or {}), "scoring": settings})
+        task = await host_task(config, 1, "train", config)
         try:
             yield task
         finally:

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
+from streamrl.config import Config
 from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
+from streamrl.tasks.environment import Environment
 from streamrl.tasks.hosted import check_tasks
 from streamrl.tasks.megatron_rl.environment_agent import EnvironmentAgent
 from streamrl.tasks.registry import build_task
+from streamrl.tasks.serve import application
+from streamrl.tasks.weighted import check_turns
 
+ONE_PROCESS = TaskConfig(scoring=ScoringConfig(processes=1))
 INNER: dict[str, Any] = {"name": "copy"}
 AROUND: dict[str, dict[str, Any]] = {
     "agent": {"command": "true"},
@@ -47,6 +52,17 @@ JUDGES = """
             return [Rollout(completion=each, reward=float(ranks.index(each))) for each in completions]
 
 
+    class Course(Environment):
+        has_turns = True
+        prompt = Compared.prompt
+
+        async def score(self, prompt, completion):
+            raise TypeError("only whole rollouts are judged")
+
+        async def rollout_group(self, inference, prompt, n):
+            raise NotImplementedError
+
+
     def shortest(completions):
         return [float(len(each) == min(map(len, completions))) for each in completions]
 
@@ -70,7 +86,7 @@ def judges(tmp_path: Path) -> dict[str, dict[str, Any]]:
     (tmp_path / "judges.py").write_text(textwrap.dedent(JUDGES))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x="}\n{"prompt": "y="}\n')
     rows = {"path": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
-    args: dict[str, dict[str, Any]] = {"Compared": {}, "Ranked": {}, "Batch": rows, "Single": rows}
+    args: dict[str, dict[str, Any]] = {"Compared": {}, "Ranked": {}, "Course": {}, "Batch": rows, "Single": rows}
     return {name: {"name": f"{tmp_path}/judges.py:{name}", "args": given} for name, given in args.items()}
 
 
@@ -95,9 +111,26 @@ def test_a_judge_of_groups_is_refused_where_each_answer_is_judged_alone(name, ju
 def test_a_judge_of_groups_is_refused_too_where_its_class_runs_elsewhere_and_served_to_megatron_rl(judges):
     share = TaskShare(name="agent", args={"task": judges["Compared"], **AROUND["agent"]})
     with pytest.raises(ValueError, match=r"^task\.args\.task\.name: .*:Compared judges the answers of a group"):
-        check_tasks([share], 1, "train", ScoringConfig(processes=1))
+        check_tasks([share], 1, "train", ONE_PROCESS)
     with pytest.raises(ValueError, match=r"^agent_type: .*:Compared judges the answers of a group together; allowed: "):
         EnvironmentAgent(TaskShare.model_validate(judges["Compared"]), 1)
+
+
+def test_a_course_of_several_turns_is_known_as_one_where_its_class_runs_elsewhere(judges):
+    for name in ("tools", "judged"):
+        share = TaskShare(name=name, args={"task": judges["Course"], **JUDGING[name]})
+        with pytest.raises(ValueError, match=r"^task\.args\.task\.name: .*:Course has turns of its own; allowed: "):
+            check_tasks([share], 1, "train", ONE_PROCESS)
+    tree = {"task": {**judges["Course"], "rewards": [{"name": "reward_model"}]}, "reward_model": {"path": "reward"}}
+    config = Config.model_validate(tree)
+
+    def judge(name: str, task: Environment) -> None:
+        check_turns(config, {name: task})
+
+    with pytest.raises(ValueError, match=r"^task\.rewards: a reward model .* and Course has several turns; allowed: "):
+        check_tasks(config.task.shares, 1, "train", ONE_PROCESS, judge)
+    with pytest.raises(ValueError, match=r"^task\.name: Course cannot be served, as its episodes ask the policy"):
+        application(config)
 
 
 def test_who_gives_prompts_alone_may_judge_groups_and_a_function_of_one_answer_judges_none(judges):

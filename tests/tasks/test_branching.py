@@ -231,7 +231,7 @@ def play(inference, function: Path, max_branches: int = 16, **args: Any) -> Roll
             name="agent", args={"task": share, "function": f"{function}:agent", **args}, max_branches=max_branches
         )
         task = build_task(config, seed=1, split="train")
-        parsing.apply([task], config)
+        parsing.apply(task, config)
         try:
             return await task.rollout_group(inference, task.prompt(0), 1)
         finally:

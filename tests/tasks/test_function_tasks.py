@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import EXACT, FAILED
 from streamrl.tasks.episodes import NotPlayed
@@ -292,7 +292,7 @@ def test_functions_of_a_file_run_in_processes_of_their_own(tmp_path):
     share = TaskConfig(name=f"{tmp_path}/task.py:Task", args={"path": str(tmp_path / "rows.jsonl")})
 
     async def judge():
-        environment = await host_task(share, 1, "train", ScoringConfig())
+        environment = await host_task(share, 1, "train", TaskConfig())
         try:
             prompt = await environment.fetch(0)
             return prompt, await environment.score_all(prompt, [completion("ab"), completion("b")])

@@ -20,7 +20,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from streamrl.config import Config
-from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
 from streamrl.tasks.host_process import Host
@@ -37,6 +37,7 @@ TASKS = """
     from streamrl.tasks.environment import Branch, Environment, Prompt, Rollout, Score
     from streamrl.tasks.grouped import Grouped
     from streamrl.tasks.built_in.copy import Copy
+    from streamrl.tasks.built_in.tools import Tools
     from streamrl.tasks.turns import TurnByTurn
 
     HERE = Path(__file__).parent
@@ -137,6 +138,15 @@ TASKS = """
             reward = Fraction(len(ids) + len(added))  # a number that does not travel
             note = (Branch(completion=completions[0], reward=Fraction(1, 2)),)
             return [Rollout(completion=each, reward=reward, branches=note) for each in completions]
+
+
+    class Calculates(Tools):
+        pass
+
+
+    class Branches(Own):
+        async def score(self, prompt, completion):
+            return Score(reward=self.max_branches)
 
 
     class BadPrompt(Own):
@@ -296,6 +306,24 @@ def test_answers_that_are_judged_against_each_other_are_judged_in_one_call(host)
     assert [rollout.reward for rollout in go(play())] == [0.0, 1.0, 0.0]
 
 
+def test_a_subclass_of_a_built_in_task_is_told_of_the_parsers_and_branches_of_its_run(host, scripted):
+    call = '[calculator(input="6*7")]'
+    args = {"task": {"name": "copy"}, "tools": ["calculator"]}
+
+    async def play() -> tuple[Rollout, float]:
+        async with host("Calculates", {"args": args, "tool_parser": "llama_pythonic"}) as task:
+            inference = scripted([[call, "<|im_end|>"], ["42", "<|im_end|>"]])
+            (played,) = await task.rollout_group(inference, await task.fetch(0), 1)
+        async with host("Branches", {"max_branches": 3}) as task:
+            (judged,) = await scored(task, "fine")
+            return played, judged.reward
+
+    played, branches = go(play())
+    assert played.parts["tool_calls"] == 1.0
+    assert "<result>42</result>" in played.completion.text
+    assert branches == 3.0
+
+
 def test_an_environment_of_several_turns_keeps_its_state_in_one_process(host, scripted):
     async def play() -> list[list[Rollout]]:
         async with host("Counting", processes=2) as task:
@@ -441,10 +469,10 @@ def test_a_class_that_cannot_be_loaded_is_refused_by_one_line(host, tmp_path):
     share = TaskConfig(name=f"{tmp_path}/mine.py:Broken").shares
     told = r"^task\.name: .*mine\.py:Broken cannot be made: RuntimeError: no data here \(.*\)$"
     with pytest.raises(ValueError, match=told):
-        check_tasks(share, 1, "train", ScoringConfig())
+        check_tasks(share, 1, "train", TaskConfig())
     share = TaskConfig(name=f"{tmp_path}/mine.py:Nobody").shares
     with pytest.raises(ValueError, match=r"^task\.name: .* cannot be loaded: ValueError: .* has no class 'Nobody'$"):
-        check_tasks(share, 1, "train", ScoringConfig())
+        check_tasks(share, 1, "train", TaskConfig())
     assert not list(tmp_path.glob(f"loaded.{os.getpid()}"))
 
 
@@ -453,7 +481,7 @@ def test_a_task_that_is_refused_leaves_no_process_of_those_before_it(host):
 
     async def play() -> list[int]:
         with pytest.raises(ValueError, match="no data here"):
-            await host_tasks(TaskConfig.model_validate({"mix": mix}).shares, 1, "train", ScoringConfig())
+            await host_tasks(TaskConfig.model_validate({"mix": mix}).shares, 1, "train", TaskConfig())
         return processes()
 
     assert not go(play())
@@ -539,7 +567,7 @@ from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.hosted import host_task
 
 async def main():
-    task = await host_task(TaskConfig(name={name!r}), 1, "train", ScoringConfig(timeout=100))
+    task = await host_task(TaskConfig(name={name!r}), 1, "train", TaskConfig(scoring=ScoringConfig(timeout=100)))
     prompt = await task.fetch(0)
     print(*task.pool.pids, flush=True)
     await asyncio.sleep(1e9) if {idle} else await task.score(prompt, completion("hold"))

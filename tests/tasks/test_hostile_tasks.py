@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import Rollout
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised, ScorerUnready, describe, is_masked
 from streamrl.tasks.host_wire import LARGEST
@@ -321,7 +321,7 @@ def test_prompts_and_rollouts_that_do_not_travel_are_told_and_cost_no_process(ho
 )
 def test_a_class_that_misbehaves_while_it_is_made_is_refused_by_one_line(host, name, told):
     with pytest.raises(ValueError, match=rf"^{told}$"):
-        check_tasks(TaskConfig(name=f"{host.file}:{name}").shares, 1, "train", ScoringConfig())
+        check_tasks(TaskConfig(name=f"{host.file}:{name}").shares, 1, "train", TaskConfig())
 
 
 def test_a_worker_that_can_open_no_more_files_masks_what_it_cannot_have_judged(host, exhaust):

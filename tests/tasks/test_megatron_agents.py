@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.config.task import ScoringConfig, TaskShare
+from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
 from streamrl.tasks.environment import EXACT, FAILED, Environment, Rollout
 from streamrl.tasks.episodes import NotPlayed
 from streamrl.tasks.hosted import host_task
@@ -234,7 +234,7 @@ def interface_args() -> Any:
 def test_an_agent_runs_in_a_process_of_its_own(scripted):
     async def played() -> list[Rollout]:
         share = TaskShare(name=f"{AGENTS}:Twice")
-        environment = await host_task(share, 1, "train", ScoringConfig(processes=1))
+        environment = await host_task(share, 1, "train", TaskConfig(scoring=ScoringConfig(processes=1)))
         try:
             prompt = await environment.fetch(3)
             return await environment.rollout_group(scripted(said("zz", "yy", "xx", "ww")), prompt, 2)

@@ -143,7 +143,7 @@ def test_no_text_breaks_a_parser():
 def test_the_task_tools_speaks_the_models_own_form(scripted):
     share = {"name": "tools", "args": {"task": {"name": "copy"}, "tools": ["calculator"]}}
     task = build_task(TaskShare.model_validate(share), 1, "train")
-    apply([task], TaskConfig(tool_parser="hermes", reasoning_parser="think"))
+    apply(task, TaskConfig(tool_parser="hermes", reasoning_parser="think"))
     asked = Prompt(index=0, messages=({"role": "user", "content": "6*7?"},), answer="42")
     prompt = task._with_tools(asked)
     assert prompt.messages == asked.messages
