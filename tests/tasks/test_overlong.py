@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from streamrl.config import Config
 from streamrl.config.task import OverlongConfig
-from streamrl.tasks.environment import Completion, Rollout
+from streamrl.tasks.conversation import Conversation
+from streamrl.tasks.environment import Completion, Prompt, Rollout
 from streamrl.tasks.overlong import Overlong
 
 
@@ -27,6 +30,26 @@ def test_it_is_a_part_of_the_reward_and_leaves_the_others():
     penalised = overlong.penalised(rollout(9))
     assert (penalised.reward, penalised.parts) == (0.25, {"exact": 1.0, "overlong": -0.75})
     assert overlong.penalised(rollout(2)).parts == {"exact": 1.0, "overlong": 0.0}
+
+
+def test_of_a_conversation_the_longest_turn_counts_and_nothing_that_others_said(scripted):
+    def penalty(*turns: str) -> float:
+        async def talk() -> Completion:
+            question = {"role": "user", "content": "a question of many words"}
+            conversation = Conversation(scripted([[turn] for turn in turns]), Prompt(index=0, messages=(question,)))
+            for place in range(len(turns)):
+                if place:
+                    conversation.add([{"role": "tool", "content": "an output longer than any turn"}])
+                await conversation.generate()
+            return conversation.completion
+
+        whole = asyncio.run(talk())
+        assert len(whole.output_ids) > 10
+        overlong = Overlong(OverlongConfig(buffer=4), longest=10)
+        return overlong.penalised(Rollout(completion=whole, reward=0.0)).reward
+
+    assert penalty("xyz", "xy", "xyzxyz") == 0.0
+    assert penalty("x", "xyzxyzxyz", "xy") == penalty("x", "xy", "xyzxyzxyz") == -0.75
 
 
 def test_without_a_buffer_a_rollout_is_left_as_it_is():
