@@ -28,6 +28,8 @@ from streamrl.tasks.tool_calls import FunctionCall, split_calls
 # What a call says: its messages, or its text.
 Said = tuple[Message, ...] | str
 
+UNANSWERED = "the run's servers gave no answer; the session is over"
+
 
 class CallRefused(Exception):
     """A call that cannot be a part of the session; `status` is for HTTP."""
@@ -78,7 +80,13 @@ class Session:
         self._calls = 0  # answered ones, and those on their way
         self.turns: list[Completion] = []  # the answers, in order
         self.exceeded: TooManyBranches | None = None  # there was a call that would have begun one too many
+        self.lost: Exception | None = None  # why the policy could not be asked, whatever the agent makes of it
         self.open = True
+
+    def check(self) -> None:
+        """Raise what the policy raised: that is the worker's matter, and no sample's."""
+        if self.lost is not None:
+            raise self.lost
 
     @property
     def completion(self) -> Completion | None:
@@ -177,19 +185,22 @@ class Session:
         try:
             with _refused():
                 turn = await branch.conversation.generate(**sampling)
-        except BaseException:
+        except BaseException as error:
             self._calls -= 1
             branch.history = history
             branch.conversation.take_back()
             if not branch.conversation.turns:
                 self._growing.remove(branch)
-            raise
+            if isinstance(error, CallRefused) or not isinstance(error, Exception):
+                raise
+            self.lost, self.open = error, False
+            raise CallRefused(503, UNANSWERED) from error
         self.turns.append(turn)
         self._growing.remove(branch)
         self._growing.insert(sum(bool(each.conversation.turns) for each in self._growing), branch)
         if branch.conversation.ended:
             self.open = False
-            raise CallRefused(503, "the run's servers gave no answer; the session is over")
+            raise CallRefused(503, UNANSWERED)
         return turn
 
 

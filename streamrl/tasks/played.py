@@ -126,6 +126,8 @@ class Played(Environment):
             with contextlib.ExitStack() as open_sessions:
                 urls = [open_sessions.enter_context(self._server.serving(session)) for session in sessions]
                 scores = await self._scores(prompt.index, urls)
+        for session in sessions:
+            session.check()
         judged = zip(sessions, scores, strict=True)
         return begun([self._rollout_of(inference, prompt, session, score) for session, score in judged])
 

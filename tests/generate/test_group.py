@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from streamrl import sampling_columns
 from streamrl.config.generate import GenerateConfig
-from streamrl.config.task import OverlongConfig, ScoringConfig
+from streamrl.config.task import OverlongConfig, ScoringConfig, TaskShare
 from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, WeightVersionSpan
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.generate.group import run_group
@@ -23,8 +23,10 @@ from streamrl.generate.requests import GroupPolicy, Place
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, read_events
 from streamrl.stream.codec import decode_group, encode_group
+from streamrl.tasks.built_in.agent import Agent, AgentArguments
 from streamrl.tasks.environment import Branch, Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.overlong import Overlong
+from streamrl.tasks.registry import build_task
 from streamrl.tasks.scoring import ScorerBroken, Scoring
 from streamrl.tasks.turns import TurnByTurn
 from streamrl.types import Group, PolicyVersion, Ticket, VersionSpan
@@ -395,6 +397,28 @@ def test_a_scorer_that_raises_on_every_answer_of_a_group_masks_it(run):
     group, _, end = run(Raises(KeyError("x"), judged=0))
     assert [sample.failure for sample in group.samples] == ["scorer"] * SIZE
     assert (end["failures"], end["unscored"]) == ({"scorer": SIZE}, SIZE)
+
+
+class OneGroup(Agent):
+    """An agent that lets go of its endpoint behind its first group."""
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        try:
+            return await super().rollout_group(inference, prompt, n)
+        finally:
+            await self.close()
+
+
+def test_an_agent_that_never_asks_is_no_fault_of_the_server_and_ends_the_run(run, tmp_path):
+    arguments = AgentArguments(task=TaskShare(name="copy"), command="false")
+    task = OneGroup(arguments, build_task(arguments.task, 1, "train"), 1, "train")
+    with pytest.raises(ScorerBroken, match="the agent's command ended with code 1"):
+        run(task, scoring=Scoring(ScoringConfig(window=1)))
+    events = list(read_events(tmp_path / "events.jsonl"))
+    (end,) = [event for event in events if event.get("phase") == "end"]
+    assert end["failures"] == {"task": SIZE}
+    (told,) = [event for event in events if event["event"] == "scorer.failed"]
+    assert "the agent's command ended with code 1" in told["reason"]
 
 
 def test_a_scorer_that_fails_too_often_raises_the_users_own_exception_and_line_and_tells_it_once(run, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import FAILED, Prompt
+from streamrl.tasks.episodes import NotPlayed
 from streamrl.tasks.openai_server import OpenAIServer
 from streamrl.tasks.openai_session import Session
 from streamrl.tasks.process_pipes import exchange
@@ -189,6 +190,13 @@ AGENTS = """
     async def lazy(base_url, question):
         return "ab"
 
+    async def one_is_lazy(base_url, question):
+        try:
+            os.close(os.open(f"{__file__}.seen", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return await asks_once(base_url, question)
+        return "ab"
+
     async def asks_once(base_url, question):
         async with aiohttp.ClientSession() as client:
             async with client.post(f"{base_url}/completions", json={"prompt": question["text"]}) as reply:
@@ -231,7 +239,6 @@ def test_a_function_acts_as_the_environment(scripted, agents):
 @pytest.mark.parametrize(
     ("agent", "reason", "masked"),
     [
-        ("lazy", "asked the policy nothing", False),
         ("hangs", "not done in 2 seconds", False),
         ("blocks", "not done in 2 seconds", False),
         ("raises", "KeyError: 'tool'", False),
@@ -272,9 +279,29 @@ def test_an_agent_that_blocks_does_not_stop_the_endpoint_of_the_others(scripted,
     assert asyncio.run(go()) == (True, [0.0])
 
 
-def test_a_command_that_fails_costs_its_sample_and_a_missing_function_is_refused(scripted):
-    (rollout,), _ = play(scripted([]), command="false")
-    assert "ended with code 1" in rollout.failure
+def test_an_agent_that_asks_nothing_gives_no_sample_and_where_none_asks_the_task_has_failed(scripted, agents):
+    rollouts, _ = play(scripted([["ab", END]]), n=2, function=f"{agents}:one_is_lazy")
+    asked, lazy = sorted(rollouts, key=lambda rollout: rollout.failure is not None)
+    assert asked.is_answered
+    assert (lazy.is_answered, lazy.completion.failure) == (False, "task")
+    assert lazy.failure == "NotPlayed: the agent asked the policy nothing"
+    with pytest.raises(NotPlayed, match="asked the policy nothing"):
+        play(scripted([]), n=2, function=f"{agents}:lazy")
+    with pytest.raises(NotPlayed, match="the agent's command ended with code 1"):
+        play(scripted([]), n=2, command="false")
+
+
+def test_an_error_of_the_policy_is_that_of_the_group_whatever_the_agent_makes_of_it(scripted, agents):
+    async def lost(*_, **__):
+        raise ConnectionError("server lost")
+
+    inference = scripted([])
+    inference.generate = lost
+    with pytest.raises(ConnectionError, match=r"^server lost$"):
+        play(inference, n=2, function=f"{agents}:asks_once")
+
+
+def test_a_missing_function_is_refused(scripted):
     with pytest.raises(ValueError, match=r"task\.args\.function: 'no\.such:agent' cannot be loaded"):
         play(scripted([]), function="no.such:agent")
     with pytest.raises(ValueError, match="either a command or a function"):

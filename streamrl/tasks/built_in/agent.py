@@ -30,7 +30,7 @@ from streamrl.tasks.environment import (
     Score,
     check_reward,
 )
-from streamrl.tasks.episodes import together
+from streamrl.tasks.episodes import NotPlayed, begun, together, unbegun
 from streamrl.tasks.failures import ScorerLate
 from streamrl.tasks.host_pool import HostPool
 from streamrl.tasks.host_wire import Call, Task
@@ -93,6 +93,7 @@ class Agent(Around):
     """Reward: what the task's scorer gives to the agent's answer.
 
     An agent that fails, or is not done in time, costs its sample the reward; the tokens that it asked for stay.
+    One that asks nothing gives no sample.
     """
 
     Arguments = AgentArguments
@@ -118,10 +119,11 @@ class Agent(Around):
         return await self._task.score(prompt, completion)
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        """Raises NotPlayed where no agent asks anything."""
         server = await self._endpoint()
         if self._pool is not None:
             await self._pool.about()  # its start is none of the agent's time
-        return await together(self._play(server, inference, prompt) for _ in range(n))
+        return begun(await together(self._play(server, inference, prompt) for _ in range(n)))
 
     async def close(self) -> None:
         if self._server is not None:
@@ -167,10 +169,11 @@ class Agent(Around):
                     failure = AgentFailed(f"not done in {self._arguments.timeout:g} seconds")
                 except Exception as error:  # the policy for foreign agents: count, log, go on
                     failure = error
+        session.check()
         completion = session.completion
         if completion is None:
-            failed = Completion.failed(inference.prompt_ids(prompt.content))
-            return self.unscored(prompt, failed, failure or AgentFailed("the agent asked the policy nothing"))
+            none = unbegun(inference, prompt)
+            return self.unscored(prompt, none, failure or NotPlayed("the agent asked the policy nothing"))
         if session.is_unanswered:
             failure = failure or AgentFailed("a call was not answered")
         if (failure := session.exceeded or failure) is not None:
