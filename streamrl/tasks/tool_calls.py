@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-_CALL = re.compile(
-    r'<tool name="(?P<name>[\w.-]{1,64})">(?P<text>.*?)</tool>|<tool_call>(?P<json>.*?)</tool_call>', re.S
-)
+_OPENING = re.compile(r'<tool name="(?P<name>[\w.-]{1,64})">|<tool_call>')
+_NAMED_CLOSE, _JSON_CLOSE = "</tool>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,30 @@ def parse_calls(text: str) -> list[ToolCall]:
     [ToolCall(name='calculator', argument='6*7', error=None)]
     """
     return [
-        _from_json(match["json"]) if match["json"] is not None else ToolCall(match["name"], match["text"].strip())
-        for match in _CALL.finditer(text)
+        _from_json(written.inside) if written.name is None else ToolCall(written.name, written.inside.strip())
+        for written in _written(text)
     ]
+
+
+class _Written(NamedTuple):
+    """A call as it is written, from `start` to `end`."""
+
+    start: int
+    end: int
+    name: str | None  # of the tool; None: in JSON
+    inside: str
+
+
+def _written(text: str) -> Iterator[_Written]:
+    """The calls of `text`, in order. An opening behind the last close of its form is none: no text is read twice."""
+    last = {close: text.rfind(close) for close in (_NAMED_CLOSE, _JSON_CLOSE)}
+    place = 0
+    while (opening := _OPENING.search(text, place)) is not None:
+        close, place = _JSON_CLOSE if opening["name"] is None else _NAMED_CLOSE, opening.end()
+        if place <= last[close]:
+            inside = text[place : text.find(close, place)]
+            place += len(inside) + len(close)
+            yield _Written(opening.start(), place, opening["name"], inside)
 
 
 def _from_json(text: str) -> ToolCall:
@@ -71,10 +91,10 @@ def named_calls(text: str) -> list[FunctionCall | ToolCall]:
     """
     unreadable = ToolCall("", "", 'a call is JSON with a "name" and "arguments"')
     return [
-        ToolCall(match["name"], match["text"].strip())
-        if match["json"] is None
-        else _function_call(match["json"]) or unreadable
-        for match in _CALL.finditer(text)
+        ToolCall(written.name, written.inside.strip())
+        if written.name is not None
+        else _function_call(written.inside) or unreadable
+        for written in _written(text)
     ]
 
 
@@ -85,16 +105,13 @@ def split_calls(text: str) -> tuple[str, list[FunctionCall]]:
     ('so', [FunctionCall(name='add', arguments={'a': 6})])
     """
     calls: list[FunctionCall] = []
-
-    def taken(match: re.Match[str]) -> str:
-        call = _function_call(match["json"]) if match["json"] is not None else None
-        if call is None:
-            return match[0]
-        calls.append(call)
-        return ""
-
-    rest = _CALL.sub(taken, text)
-    return (rest.strip() if calls else text), calls
+    kept, place = list[str](), 0
+    for written in _written(text):
+        if written.name is None and (call := _function_call(written.inside)) is not None:
+            calls.append(call)
+            kept.append(text[place : written.start])
+            place = written.end
+    return ("".join([*kept, text[place:]]).strip() if calls else text), calls
 
 
 def _function_call(text: str) -> FunctionCall | None:

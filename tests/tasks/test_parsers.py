@@ -140,6 +140,24 @@ def test_no_text_breaks_a_parser():
             each(each.Options()).split(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm", "<tool_call>add<arg_key>" + "</arg_key><arg_value>" * 40_000),
+        ("qwen_xml", "<tool_call><function=add>" + "<parameter=" * 200_000 + "</function>"),
+    ],
+)
+def test_a_text_is_read_once_however_many_arguments_it_begins(name, text, completion):
+    (call,) = parsers(name).said(completion(text)).calls  # to read it again from each takes longer than a test may
+    assert "the arguments of add" in call.error
+
+
+def test_messages_of_harmony_are_told_apart_one_by_one(completion):
+    thought, other = "<|start|><|channel|>analysis<|message|>", "<|start|><|channel|>final<|message|>a"
+    text = thought * 100_000 + other * 100_000  # to compare each with each takes longer than a test may
+    assert parsers(reasoning="harmony_analysis").said(completion(text)).text.count("a") == 100_000
+
+
 def test_the_task_tools_speaks_the_models_own_form(scripted):
     share = {"name": "tools", "args": {"task": {"name": "copy"}, "tools": ["calculator"]}}
     task = build_task(TaskShare.model_validate(share), 1, "train")

@@ -19,7 +19,7 @@ from streamrl.tasks.arithmetic import LONGEST, calculate
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.process_pipes import exchange
 from streamrl.tasks.python_tool import Limits, PythonTool, missing_walls
-from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
+from streamrl.tasks.tool_calls import ToolCall, describe_tools, named_calls, parse_calls, split_calls
 
 walled = pytest.mark.skipif(missing_walls() is not None, reason="the kernel gives no namespaces here")
 
@@ -30,6 +30,7 @@ def test_both_forms_of_a_call_are_read_in_their_order():
         '<tool name="calculator"> 6*7\n</tool> c <tool name="x">unfinished'
     )
     assert parse_calls(text) == [ToolCall("python", 'print("<tool>")'), ToolCall("calculator", "6*7")]
+    assert parse_calls('<tool_call>unfinished <tool name="calculator">6*7</tool>') == [ToolCall("calculator", "6*7")]
     (call,) = parse_calls(describe_tools([("calculator", "adds")]))
     assert call == ToolCall("NAME", "ARGUMENT")
 
@@ -40,6 +41,13 @@ def test_both_forms_of_a_call_are_read_in_their_order():
 def test_a_call_that_cannot_be_read_says_why(body):
     (call,) = parse_calls(f"<tool_call>{body}</tool_call>")
     assert call.error
+
+
+@pytest.mark.parametrize("opening", ["<tool_call>", '<tool name="x">', '<tool name="x"><tool_call>'])
+def test_a_text_is_read_once_however_many_calls_it_opens(opening):
+    text = opening * 200_000  # to look for the close of each would take longer than a test may
+    assert parse_calls(text) == named_calls(text) == []
+    assert split_calls(text) == (text, [])
 
 
 @given(st.text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.tasks.harmony_messages import harmony_messages
+from streamrl.tasks.harmony_messages import HarmonyMessage, harmony_messages
 from streamrl.tasks.reasoning_parsers.base import ReasoningParser
 
 _CHANNEL = "analysis"
@@ -17,10 +17,14 @@ class HarmonyAnalysis(ReasoningParser):
         messages = harmony_messages(text)
         if messages is None:
             return "", text
-        thought = [each for each in messages if each.channel == _CHANNEL and not each.recipient]
-        others = [each for each in messages if each not in thought]
+        thought = [each for each in messages if _is_thought(each)]
+        others = [each for each in messages if not _is_thought(each)]
         if any(each.recipient for each in others):
             left = "<|start|>".join(each.raw for each in others)
         else:
             left = "\n".join(each.text for each in others).strip()
         return "\n".join(each.text for each in thought).strip(), left
+
+
+def _is_thought(message: HarmonyMessage) -> bool:
+    return message.channel == _CHANNEL and not message.recipient

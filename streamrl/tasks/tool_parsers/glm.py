@@ -16,7 +16,7 @@ from streamrl.tasks.tool_calls import FunctionCall
 from streamrl.tasks.tool_parsers.base import Called, ToolParser, split_tagged, typed, unreadable
 
 _INSIDE = r"((?:(?!<arg_key>).)*?)"  # ends before the next pair, so that a text is read once
-_PAIR = re.compile(rf"<arg_key>{_INSIDE}</arg_key>\s*<arg_value>{_INSIDE}</arg_value>", re.S)
+_PAIR = re.compile(rf"<arg_key>([^<]*)</arg_key>\s*<arg_value>{_INSIDE}</arg_value>", re.S)
 
 
 class Glm(ToolParser):

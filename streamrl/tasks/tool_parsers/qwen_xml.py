@@ -20,7 +20,7 @@ from streamrl.tasks.tool_parsers.base import Called, ToolParser, split_tagged, t
 
 _FUNCTION = re.compile(r"\s*<function=([\w.-]+)>(.*?)</function>\s*", re.S)
 _INSIDE = r"((?:(?!<parameter=).)*?)"  # ends before the next one, so that a text is read once
-_PARAMETER = re.compile(rf"<parameter=([^>\n]+)>\n?{_INSIDE}\n?</parameter>", re.S)
+_PARAMETER = re.compile(rf"<parameter=([^<>\n]+)>\n?{_INSIDE}\n?</parameter>", re.S)
 
 
 class QwenXml(ToolParser):
