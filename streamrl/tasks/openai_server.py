@@ -3,15 +3,13 @@
     http://HOST:PORT/SESSION/v1/{chat/completions, completions, models}     OpenAI's protocol
     http://HOST:PORT/SESSION/v1/messages[/count_tokens]                     Anthropic's
 
-The session is in the address, so that an agent needs nothing but its base URL; its name cannot be guessed.
+The session is in the address, so that an agent needs nothing but its base URL.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -21,8 +19,7 @@ from streamrl.tasks import anthropic_protocol, openai_protocol
 from streamrl.tasks.anthropic_protocol import CountCall, MessagesCall, count_reply, message_reply
 from streamrl.tasks.openai_protocol import MODEL, ChatCall, TextCall, chat_reply, text_reply
 from streamrl.tasks.openai_session import CallRefused, Session
-
-LARGEST = 16 << 20  # bytes of a call
+from streamrl.tasks.session_server import Handler, SessionServer
 
 # Clients of both protocols would send a call again that was refused; nothing that is refused here is a matter of time.
 NOT_AGAIN = {"x-should-retry": "false"}
@@ -31,109 +28,75 @@ NOT_AGAIN = {"x-should-retry": "false"}
 ErrorReply = Callable[[int, str], tuple[int, dict[str, Any]]]
 
 
-class OpenAIServer:
+class OpenAIServer(SessionServer[Session]):
     """The endpoint of one process. `close` it.
 
     Usage:
         server = OpenAIServer("127.0.0.1", 0)
         await server.start()
-        with server.serving(session) as base_url: ...
+        async with server.serving(session) as base_url: ...
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """Port 0 takes a free one."""
-        self._host = host
-        self._port = port
-        self._sessions: dict[str, Session] = {}
-        self._runner: web.AppRunner | None = None
-        self._starting = asyncio.Lock()
+    largest = 16 << 20
 
-    async def start(self) -> None:
-        """Listen, unless it does. Raises OSError where the address is not free."""
-        async with self._starting:
-            if self._runner is None:
-                await self._listen()
-
-    async def _listen(self) -> None:
-        app = web.Application(client_max_size=LARGEST)
+    def routes(self) -> Iterable[web.RouteDef]:
         openai, anthropic = openai_protocol.error_reply, anthropic_protocol.error_reply
-        app.router.add_get("/{session}/v1/models", _answering(self._models, openai))
-        app.router.add_post("/{session}/v1/chat/completions", _answering(self._chat, openai))
-        app.router.add_post("/{session}/v1/completions", _answering(self._complete, openai))
-        app.router.add_post("/{session}/v1/messages", _answering(self._message, anthropic))
-        app.router.add_post("/{session}/v1/messages/count_tokens", _answering(self._count, anthropic))
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self._host, self._port).start()
-        except BaseException:
-            await runner.cleanup()
-            raise
-        self._runner, self._port = runner, runner.addresses[0][1]
+        return [
+            web.get("/{session}/v1/models", _answering(self.within(_models), openai)),
+            web.post("/{session}/v1/chat/completions", _answering(self.within(_chat), openai)),
+            web.post("/{session}/v1/completions", _answering(self.within(_complete), openai)),
+            web.post("/{session}/v1/messages", _answering(self.within(_message), anthropic)),
+            web.post("/{session}/v1/messages/count_tokens", _answering(self.within(_count), anthropic)),
+        ]
 
-    @contextlib.contextmanager
-    def serving(self, session: Session) -> Iterator[str]:
+    @contextlib.asynccontextmanager
+    async def serving(self, session: Session) -> AsyncIterator[str]:
         """The base URL under which an agent has `session`, until the end of the block."""
-        name = secrets.token_urlsafe(16)
-        self._sessions[name] = session
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        try:
-            yield f"http://{host}:{self._port}/{name}/v1"
-        finally:
-            session.open = False
-            del self._sessions[name]
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "streamrl"}
-        return _body(msgspec.json.encode({"object": "list", "data": [model]}))
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        call = msgspec.json.decode(await request.read(), type=ChatCall)
-        messages = [message.message() for message in call.messages]
-        turn, message = await session.chat(messages, call.offered(), **call.sampling())
-        return _body(chat_reply(call, turn, message), call.stream)
-
-    async def _complete(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        call = msgspec.json.decode(await request.read(), type=TextCall)
-        turn = await session.complete(call.prompt, **call.sampling())
-        return _body(text_reply(call, turn), call.stream)
-
-    async def _message(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        call = msgspec.json.decode(await request.read(), type=MessagesCall)
-        turn, message = await session.chat(call.conversation(), call.offered(), **call.sampling())
-        return _body(message_reply(call, turn, message), call.stream)
-
-    async def _count(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        call = msgspec.json.decode(await request.read(), type=CountCall)
-        return _body(count_reply(await session.count(call.conversation(), call.offered())))
-
-    def _session(self, request: web.Request) -> Session:
-        try:
-            return self._sessions[request.match_info["session"]]
-        except KeyError:
-            raise CallRefused(404, "no such session, or it is over") from None
+        async with super().serving(session) as address:
+            yield f"http://{address}/v1"
 
 
-def _answering(method: Callable[[web.Request], Awaitable[web.Response]], error_reply: ErrorReply) -> Any:
+async def _models(session: Session, request: web.Request) -> web.Response:
+    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "streamrl"}
+    return _body(msgspec.json.encode({"object": "list", "data": [model]}))
+
+
+async def _chat(session: Session, request: web.Request) -> web.Response:
+    call = msgspec.json.decode(await request.read(), type=ChatCall)
+    messages = [message.message() for message in call.messages]
+    turn, message = await session.chat(messages, call.offered(), **call.sampling())
+    return _body(chat_reply(call, turn, message), call.stream)
+
+
+async def _complete(session: Session, request: web.Request) -> web.Response:
+    call = msgspec.json.decode(await request.read(), type=TextCall)
+    turn = await session.complete(call.prompt, **call.sampling())
+    return _body(text_reply(call, turn), call.stream)
+
+
+async def _message(session: Session, request: web.Request) -> web.Response:
+    call = msgspec.json.decode(await request.read(), type=MessagesCall)
+    turn, message = await session.chat(call.conversation(), call.offered(), **call.sampling())
+    return _body(message_reply(call, turn, message), call.stream)
+
+
+async def _count(session: Session, request: web.Request) -> web.Response:
+    call = msgspec.json.decode(await request.read(), type=CountCall)
+    return _body(count_reply(await session.count(call.conversation(), call.offered())))
+
+
+def _answering(handler: Handler, error_reply: ErrorReply) -> Handler:
     """A handler that tells of an error in its protocol's form."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
-            return await method(request)
+            return await handler(request)
         except CallRefused as refused:
             status, reason = refused.status, str(refused)
         except web.HTTPRequestEntityTooLarge as error:
-            status, reason = 413, f"a call of more than {LARGEST} bytes: {error.text}"
+            status, reason = 413, f"a call of more than {OpenAIServer.largest} bytes: {error.text}"
+        except (web.HTTPNotFound, web.HTTPGone) as error:
+            status, reason = error.status, f"{error.text}"
         except (msgspec.DecodeError, ValueError) as error:
             status, reason = 400, str(error)
         status, body = error_reply(status, reason[:500])

@@ -179,7 +179,7 @@ class Session:
         raise CallRefused(409, reason)
 
     async def _answer(self, branch: _Growing, sampling: dict[str, Any]) -> Completion:
-        """The policy's next turn in a branch. Of a call that is refused, or given up, nothing stays."""
+        """The policy's next turn in a branch. Of a call that is refused, or cancelled, nothing stays."""
         history, branch.history = branch.history, None
         self._calls += 1
         try:

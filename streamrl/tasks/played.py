@@ -123,8 +123,8 @@ class Played(Environment):
             await self._server.start()
             limits = {"most_calls": self._arguments.most_calls, "max_branches": self.max_branches}
             sessions = [Session(inference, prompt, parsers=self.parsers, **limits) for _ in range(n)]
-            with contextlib.ExitStack() as open_sessions:
-                urls = [open_sessions.enter_context(self._server.serving(session)) for session in sessions]
+            async with contextlib.AsyncExitStack() as opened:
+                urls = [await opened.enter_async_context(self._server.serving(session)) for session in sessions]
                 scores = await self._scores(prompt.index, urls)
         for session in sessions:
             session.check()
@@ -132,10 +132,10 @@ class Played(Environment):
         return begun([self._rollout_of(inference, prompt, session, score) for session, score in judged])
 
     async def close(self) -> None:
-        await self._server.close()
-        await self._http.close()
         if self._adapter is not None:
             await self._adapter.close()
+        await self._http.close()
+        await self._server.close()
 
     async def _scores(self, index: int, urls: Sequence[str]) -> list[RemoteScore | Exception]:
         """For each episode its score, or why there is none."""

@@ -114,6 +114,23 @@ def test_an_episode_that_fails_costs_its_own_sample_alone(scripted, address, sai
     assert any(part in rollout.failure for part in reason.split("|")), rollout.failure
 
 
+def test_the_endpoint_is_there_until_the_adapter_has_ended(address, monkeypatch):
+    ended = []
+    task = build_task(TaskConfig(name="gymnasium", args={"url": address}), 1, "train")
+
+    class Closing:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        async def close(self) -> None:
+            ended.append(self._name)
+
+    monkeypatch.setattr(task, "_adapter", Closing("adapter"))
+    monkeypatch.setattr(task, "_server", Closing("endpoint"))
+    asyncio.run(task.close())
+    assert ended == ["adapter", "endpoint"]
+
+
 def test_calls_that_do_not_fit_are_refused(address):
     for path, body in (("/play", b"[]"), ("/play", b"{"), ("/nothing", b"{}")):
         with pytest.raises(urllib.error.HTTPError) as refused:

@@ -46,11 +46,10 @@ def session_calls(inference, calls: list[tuple[str, dict[str, Any]]], most_calls
         session = Session(inference, Prompt(index=0, text="-"), most_calls=most_calls)
         replies = []
         try:
-            with server.serving(session) as url:
-                async with aiohttp.ClientSession() as client:
-                    for path, body in calls:
-                        async with client.request("POST" if body else "GET", url + path, json=body or None) as reply:
-                            replies.append((reply.status, await reply.json()))
+            async with server.serving(session) as url, aiohttp.ClientSession() as client:
+                for path, body in calls:
+                    async with client.request("POST" if body else "GET", url + path, json=body or None) as reply:
+                        replies.append((reply.status, await reply.json()))
         finally:
             await server.close()
         return replies, session
@@ -131,6 +130,75 @@ def test_the_model_is_listed_and_a_stranger_finds_nothing(scripted):
     assert (status, reply["data"][0]["id"]) == (200, "policy")
     ((status, _),), _ = session_calls(scripted([]), [("/../../stranger/v1/models", {})])
     assert status == 404
+
+
+def silenced(inference) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have the policy answer nothing: it is asked, and that is given up."""
+    asked, given_up = asyncio.Event(), asyncio.Event()
+
+    async def generate(*args, **options):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    inference.generate = generate
+    return asked, given_up
+
+
+@pytest.mark.parametrize("first", ["client", "session"])
+def test_a_call_of_the_policy_ends_with_its_client_and_with_its_session(scripted, first):
+    inference = scripted([["ab", END]])
+    session = Session(inference, Prompt(index=0, text="-"), most_calls=1)
+    path, body = chat(USER)
+
+    async def go() -> list[int]:
+        server = OpenAIServer("127.0.0.1", 0)
+        await server.start()
+        asked, given_up = silenced(inference)
+        statuses = []
+        async with asyncio.timeout(60), aiohttp.ClientSession() as client:
+            async with server.serving(session) as url:
+                call = asyncio.create_task(client.post(url + path, json=body))
+                await asked.wait()
+                if first == "client":
+                    call.cancel()
+                    await given_up.wait()
+                    del inference.generate
+                    assert session.turns == []
+                    statuses.append((await client.post(url + path, json=body)).status)
+            assert given_up.is_set()
+            if first == "session":
+                assert session.turns == []
+                statuses.append((await call).status)
+            statuses.append((await client.post(url + path, json=body)).status)
+        await server.close()
+        return statuses
+
+    assert asyncio.run(go()) == ([200, 404] if first == "client" else [410, 404])
+    assert len(session.turns) == (first == "client")
+
+
+def test_a_call_that_is_given_up_leaves_its_branch_as_it_was(scripted):
+    inference = scripted([["ab", END], ["c", END]])
+    session = Session(inference, Prompt(index=0, text="-"), most_calls=2)
+
+    async def go() -> None:
+        _, said = await session.chat([USER])
+        before = session.completion.output_ids.tolist()
+        asked, _ = silenced(inference)
+        call = asyncio.create_task(session.chat([USER, said, TOOL]))
+        await asked.wait()
+        call.cancel()
+        await asyncio.wait((call,))
+        assert session.completion.output_ids.tolist() == before
+        del inference.generate
+        await session.chat([USER, said, TOOL])
+
+    asyncio.run(go())
+    assert len(session.turns) == 2
+    assert session.completion.text.count("42") == 1
 
 
 def play(inference, n: int = 1, **args: Any):
@@ -263,7 +331,7 @@ def test_an_agent_that_blocks_does_not_stop_the_endpoint_of_the_others(scripted,
             await asyncio.wait((blocked,), timeout=0.1)
             answered = 0
             session = Session(scripted([]), task.prompt(0), most_calls=1)
-            with server.serving(session) as base_url:
+            async with server.serving(session) as base_url:
                 while not blocked.done():
                     async with (
                         asyncio.timeout(2.0),

@@ -52,9 +52,11 @@ def talk(inference, agent, most_calls: int = 8):
         await server.start()
         session = Session(inference, Prompt(index=0, text="-"), most_calls=most_calls)
         try:
-            with server.serving(session) as url:
-                async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none") as client:
-                    return await agent(client), session
+            async with (
+                server.serving(session) as url,
+                anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none") as client,
+            ):
+                return await agent(client), session
         finally:
             await server.close()
 
@@ -184,7 +186,7 @@ def test_a_call_that_cannot_be_a_part_of_the_sample_is_refused_and_the_session_g
         await ask(client, *following)
         return errors
 
-    monkeypatch.setattr(openai_server, "LARGEST", SMALL)
+    monkeypatch.setattr(openai_server.OpenAIServer, "largest", SMALL)
     errors, session = talk(scripted([["ab", END], ["c", END]]), agent)
     for error, (_, status, kind, reason) in zip(errors, REFUSED, strict=True):
         assert (error.status_code, error.body["type"], error.body["error"]["type"]) == (status, "error", kind)

@@ -119,12 +119,11 @@ def calls(inference, *bodies: tuple[str, dict[str, Any]], max_branches: int = 4)
         session = Session(inference, Prompt(index=0, text="-"), most_calls=8, max_branches=max_branches)
         statuses = []
         try:
-            with server.serving(session) as url:
-                async with aiohttp.ClientSession() as client:
-                    for path, body in bodies:
-                        address = url.removesuffix("/v1") if path.startswith("/v1") else url
-                        async with client.post(address + path, json={"model": "policy", **body}) as reply:
-                            statuses.append(reply.status)
+            async with server.serving(session) as url, aiohttp.ClientSession() as client:
+                for path, body in bodies:
+                    address = url.removesuffix("/v1") if path.startswith("/v1") else url
+                    async with client.post(address + path, json={"model": "policy", **body}) as reply:
+                        statuses.append(reply.status)
         finally:
             await server.close()
         return statuses, session

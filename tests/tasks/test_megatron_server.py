@@ -18,6 +18,7 @@ from streamrl.config.task import TaskShare
 from streamrl.tasks.environment import Rollout
 from streamrl.tasks.megatron_rl import EvaluationRequest
 from streamrl.tasks.megatron_rl.environment_server import Served, agent_of
+from streamrl.tasks.megatron_rl.interface_server import InterfaceServer
 from streamrl.tasks.megatron_rl.policy import PolicyInterface, Recorder
 from streamrl.tasks.megatron_rl.remote_agent import RemoteAgent
 from streamrl.tasks.megatron_rl.wire import InferenceServer
@@ -148,6 +149,46 @@ def test_an_evaluation_at_a_server_comes_back_in_its_own_class(served, scripted)
 
     response = go(evaluated())
     assert response.metrics() == {"pass_at_1": [1.0, 0.0], "pass_at_2": [1.0, 0.0], "greedy_reward": [1.0, 0.5]}
+
+
+@pytest.mark.parametrize("first", ["client", "session"])
+def test_a_request_to_the_policy_ends_with_its_client_and_with_its_session(first, scripted):
+    inference = scripted([["ab", END]])
+    recorder = Recorder(inference)
+    reached, given_up = asyncio.Event(), asyncio.Event()
+    body = {"prompt": [{"role": "user", "content": "q"}]}
+
+    async def generate(*args: Any, **options: Any) -> None:
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    async def statuses() -> list[int]:
+        inference.generate = generate
+        server, found = InterfaceServer("127.0.0.1"), []
+        await server.start()
+        async with aiohttp.ClientSession() as client:
+            async with server.serving(PolicyInterface(recorder)) as address:
+                url = f"http://{address}/base_generate/"
+                call = asyncio.create_task(client.post(url, json=body))
+                await reached.wait()
+                if first == "client":
+                    call.cancel()
+                    await given_up.wait()
+                    del inference.generate
+                    found.append((await client.post(url, json=body)).status)
+            if first == "session":
+                assert given_up.is_set()
+                assert recorder.asked == []
+                found.append((await call).status)
+            found.append((await client.post(url, json=body)).status)
+        await server.close()
+        return found
+
+    assert go(statuses()) == ([200, 404] if first == "client" else [410, 404])
+    assert len(recorder.asked) == (first == "client")
 
 
 async def asked(app: web.Application, route: str, **more: Any) -> tuple[int, Any]:

@@ -30,9 +30,11 @@ def talk(inference, agent):
         await server.start()
         session = Session(inference, Prompt(index=0, text="-"), most_calls=8)
         try:
-            with server.serving(session) as url:
-                async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
-                    return await agent(client), session
+            async with (
+                server.serving(session) as url,
+                openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client,
+            ):
+                return await agent(client), session
         finally:
             await server.close()
 

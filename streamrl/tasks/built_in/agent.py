@@ -126,11 +126,11 @@ class Agent(Around):
         return begun(await together(self._play(server, inference, prompt) for _ in range(n)))
 
     async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
         if self._server is not None:
             await self._server.close()
             self._server = None
-        if self._pool is not None:
-            await self._pool.close()
         await self._task.close()
 
     async def _function(self, base_url: str, question: dict[str, Any]) -> str | None:
@@ -160,15 +160,14 @@ class Agent(Around):
         )
         answer: str | None = None
         failure: Exception | None = None
-        async with self._places:
-            with server.serving(session) as base_url:
-                try:
-                    async with asyncio.timeout(self._arguments.timeout):
-                        answer = await self._run(base_url, _question(prompt))
-                except TimeoutError:
-                    failure = AgentFailed(f"not done in {self._arguments.timeout:g} seconds")
-                except Exception as error:  # the policy for foreign agents: count, log, go on
-                    failure = error
+        async with self._places, server.serving(session) as base_url:
+            try:
+                async with asyncio.timeout(self._arguments.timeout):
+                    answer = await self._run(base_url, _question(prompt))
+            except TimeoutError:
+                failure = AgentFailed(f"not done in {self._arguments.timeout:g} seconds")
+            except Exception as error:  # the policy for foreign agents: count, log, go on
+                failure = error
         session.check()
         completion = session.completion
         if completion is None:

@@ -72,7 +72,10 @@ class Recorder:
         self._gate = gate
 
     async def answer(self, request: InferenceRequest) -> InferenceResponse:
-        """Raises NoAnswer, and ValueError for messages of which the chat template makes nothing."""
+        """Raises NoAnswer, and ValueError for messages of which the chat template makes nothing.
+
+        Of a call that is cancelled nothing stays.
+        """
         self.reached.set()
         if self._gate is not None:
             await self._gate.wait()
@@ -84,6 +87,11 @@ class Recorder:
             self.asked.append(asked)
         try:
             turn = await asked.conversation.generate(**_sampling(request.generation_args))
+        except asyncio.CancelledError:
+            asked.conversation.take_back()
+            if not asked.replies:
+                self.asked.remove(asked)
+            raise
         except Exception as error:
             self.lost = error
             raise

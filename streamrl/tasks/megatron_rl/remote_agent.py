@@ -103,5 +103,5 @@ class RemoteAgent(RolloutGenerator, GroupedRolloutGenerator, ContrastiveRolloutG
         if self._interfaces is None:
             self._interfaces = InterfaceServer(self.interface_host)
         await self._interfaces.start()
-        with self._interfaces.serving(interface) as address:
+        async with self._interfaces.serving(interface) as address:
             yield InferenceInterfaceServer(env_server_host_port=address)
