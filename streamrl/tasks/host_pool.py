@@ -50,6 +50,7 @@ from streamrl.tasks.host_wire import (
     Reply,
     Task,
     ToWorker,
+    Unask,
     frame,
     reader,
 )
@@ -85,7 +86,7 @@ class _Open:
     inference: Inference | None  # for one that may ask the policy
     is_played: bool  # one of PLAYED: it is ended when it is quiet for too long
     quiet: int = 0  # rounds without a request to the policy
-    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    asking: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by the numbers of its requests
     lost: Exception | None = None  # why the policy could not be reached
 
 
@@ -142,7 +143,7 @@ class Host:
             raise
         finally:
             del self._calls[number]
-            for task in opened.asking:
+            for task in opened.asking.values():
                 task.cancel()
 
     async def close(self) -> None:
@@ -210,9 +211,12 @@ class Host:
             case Raised(number=number) if (opened := self._calls.get(number)) and not opened.answer.done():
                 opened.answer.set_exception(opened.lost or ScorerRaised(message.text, masked=message.masked))
             case Ask(number=number) if (opened := self._calls.get(number)) and opened.inference is not None:
-                task = asyncio.create_task(self._reply(opened, opened.inference, message))
-                opened.asking.add(task)
-                task.add_done_callback(opened.asking.discard)
+                asking = opened.asking
+                task = asking[message.request] = asyncio.create_task(self._reply(opened, opened.inference, message))
+                task.add_done_callback(lambda _: asking.pop(message.request, None))
+            case Unask(number=number) if opened := self._calls.get(number):
+                if (asked := opened.asking.get(message.request)) is not None:
+                    asked.cancel()
             case Pong():
                 self._unanswered = 0
 

@@ -74,6 +74,7 @@ from streamrl.tasks.host_wire import (
     Task,
     ToProcess,
     ToWorker,
+    Unask,
     frame,
     reader,
     travelling,
@@ -166,7 +167,7 @@ class WorkerPolicy:
         return ids
 
     def _ask(self, method: Any, **fields: Any) -> concurrent.futures.Future[Reply]:
-        return self._host.ask(lambda request: Ask(number=self._number, request=request, method=method, **fields))
+        return self._host.ask(Ask(number=self._number, request=next(self._host.requests), method=method, **fields))
 
 
 class Host:
@@ -182,7 +183,7 @@ class Host:
         self._infrastructure = INFRASTRUCTURE if self._environment is None else self._environment.infrastructure
         self._prompt = functools.lru_cache(PROMPTS)(self._environment.prompt) if self._environment else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._requests = itertools.count(1)
+        self.requests = itertools.count(1)  # their numbers
         self._replies: dict[int, concurrent.futures.Future[Reply]] = {}
         self._ended = asyncio.Event()
 
@@ -217,18 +218,22 @@ class Host:
         if self._environment is not None:
             await self._environment.close()
 
-    def ask(self, make: Any) -> concurrent.futures.Future[Reply]:
-        """Send what `make(request)` gives. The reply comes by the reader thread."""
-        request = next(self._requests)
-        reply = self._replies[request] = concurrent.futures.Future()
-        self._channel.send(make(request))
+    def ask(self, ask: Ask) -> concurrent.futures.Future[Reply]:
+        """The reply comes by the reader thread. Who cancels the future asks no longer."""
+        reply = self._replies[ask.request] = concurrent.futures.Future()
+        reply.add_done_callback(lambda reply: self._unask(ask) if reply.cancelled() else None)
+        self._channel.send(ask)
         return reply
+
+    def _unask(self, ask: Ask) -> None:
+        self._replies.pop(ask.request, None)
+        self._channel.send(Unask(number=ask.number, request=ask.request))
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """The reader thread. A reply goes past the loop, which may wait for it in a call that is not asynchronous."""
         while (message := self._channel.receive()) is not None:
             if isinstance(message, Reply):
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # the loop has cancelled it
+                with contextlib.suppress(KeyError, concurrent.futures.InvalidStateError):  # the loop has cancelled it
                     self._replies.pop(message.request).set_result(message)
             else:
                 loop.call_soon_threadsafe(self._handle, message)

@@ -1,7 +1,7 @@
 """What a worker and a process that hosts a user's task say to each other: msgpack frames over two pipes.
 
     worker  ─▶ process   Task · Call Cancel Reply Ping End
-    process ─▶ worker    Ready | Refused · Done Raised Ask Pong
+    process ─▶ worker    Ready | Refused · Done Raised Ask Unask Pong
 
 What travels: texts, numbers and arrays. Nothing of the user's is pickled: the process loads the class by its name
 from the configuration, and makes a prompt again from its index, so that whatever `Prompt.metadata` holds stays where
@@ -159,12 +159,19 @@ class Ask(Frame, frozen=True, kw_only=True):
     last: int | None = None
 
 
+class Unask(Frame, frozen=True, kw_only=True):
+    """Nobody waits for the Reply to that Ask any more."""
+
+    number: int  # of the call
+    request: int
+
+
 class Pong(Frame, frozen=True, kw_only=True):
     pass
 
 
 ToProcess = Task | Call | Cancel | Reply | Ping | End
-ToWorker = Ready | Refused | Done | Raised | Ask | Pong
+ToWorker = Ready | Refused | Done | Raised | Ask | Unask | Pong
 
 
 def _encoded(value: Any) -> Any:

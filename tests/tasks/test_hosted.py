@@ -149,6 +149,16 @@ TASKS = """
             return Score(reward=self.max_branches)
 
 
+    class GivesUp(Own):
+        async def rollout_group(self, inference, prompt, n):
+            asking = asyncio.ensure_future(inference.generate("a", n))
+            await asyncio.sleep(0)
+            inference.prompt_ids("a")  # a reply that comes behind: the policy has been asked
+            asking.cancel()
+            await asyncio.wait((asking,))
+            return [Rollout(completion=each, reward=1.0) for each in await inference.generate("b", n)]
+
+
     class BadPrompt(Own):
         def prompt(self, index):
             if index == 1:
@@ -424,6 +434,31 @@ def test_an_error_of_the_policy_is_that_of_the_group_whatever_hosted_code_makes_
 
     with pytest.raises(ConnectionError, match=r"^server lost$"):
         go(play())
+
+
+def test_a_request_to_the_policy_that_a_course_gives_up_is_cancelled_at_once(host, scripted):
+    began = []
+
+    async def play() -> list[Rollout]:
+        policy = scripted([["b"]])
+        answered = policy.generate
+
+        async def generate(*args: Any, **options: Any) -> Any:
+            began.append(args)
+            if len(began) > 1:
+                return await answered(*args, **options)
+            try:
+                await asyncio.sleep(10 * DEADLINE)
+            finally:
+                began.append("given up")
+
+        policy.generate = generate
+        async with host("GivesUp", timeout=DEADLINE) as task:
+            return await task.rollout_group(policy, await task.fetch(0), 1)
+
+    (rollout,) = go(play())
+    assert rollout.completion.text == "b"
+    assert began[1] == "given up"
 
 
 def test_a_prompt_that_blocks_is_ended_too(host):
