@@ -7,6 +7,7 @@
 A process is ended that neither answers a Ping nor comes to an `await` for `task.scoring.timeout` seconds: its event
 loop is blocked. Of the calls that it had open, the one whose code was running has failed; the others are made again in
 another process, unless they had a state there, and at last alone, where none was running and its process ends again.
+A call that may ask the policy has failed where it asks nothing for as long by its clock (`call_clock.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from streamrl.tasks.host_wire import (
     Ask,
     Call,
     Cancel,
+    Clock,
     Done,
     End,
     Frame,
@@ -85,7 +87,8 @@ class _Open:
     answer: asyncio.Future[Done]
     inference: Inference | None  # for one that may ask the policy
     is_played: bool  # one of PLAYED: it is ended when it is quiet for too long
-    quiet: int = 0  # rounds without a request to the policy
+    runs: bool = True  # its clock: it does not wait for another call's turn
+    quiet: int = 0  # rounds of its clock without a request to the policy
     asking: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by the numbers of its requests
     lost: Exception | None = None  # why the policy could not be reached
 
@@ -217,6 +220,8 @@ class Host:
             case Unask(number=number) if opened := self._calls.get(number):
                 if (asked := opened.asking.get(message.request)) is not None:
                     asked.cancel()
+            case Clock(number=number) if opened := self._calls.get(number):
+                opened.runs, opened.quiet = message.runs, 0
             case Pong():
                 self._unanswered = 0
 
@@ -254,7 +259,8 @@ class Host:
                 self._unanswered += 1
             for number, opened in list(self._calls.items()):
                 if not is_blocked:
-                    opened.quiet = 0 if opened.asking or not opened.is_played else opened.quiet + 1
+                    is_quiet = opened.is_played and opened.runs and not opened.asking
+                    opened.quiet = opened.quiet + 1 if is_quiet else 0
                 if opened.quiet > ROUNDS and not opened.answer.done():
                     opened.answer.set_exception(self._late(""))
                     self._send(Cancel(number=number))

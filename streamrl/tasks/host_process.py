@@ -33,6 +33,7 @@ import numpy as np
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.lifeline import die_with
 from streamrl.tasks import parsing
+from streamrl.tasks.call_clock import CLOCK
 from streamrl.tasks.environment import (
     Branch,
     Completion,
@@ -61,6 +62,7 @@ from streamrl.tasks.host_wire import (
     Ask,
     Call,
     Cancel,
+    Clock,
     Done,
     End,
     Frame,
@@ -244,6 +246,7 @@ class Host:
             case Call(number=number):
                 context = contextvars.copy_context()
                 context.run(_CALL.set, number)
+                context.run(CLOCK.set, lambda runs: self._channel.send(Clock(number=number, runs=runs)))
                 work = asyncio.get_running_loop().create_task(self._answer(message), context=context)
                 self._tasks[number] = work
                 work.add_done_callback(lambda _: self._tasks.pop(number, None))

@@ -1,7 +1,7 @@
 """What a worker and a process that hosts a user's task say to each other: msgpack frames over two pipes.
 
     worker  ─▶ process   Task · Call Cancel Reply Ping End
-    process ─▶ worker    Ready | Refused · Done Raised Ask Unask Pong
+    process ─▶ worker    Ready | Refused · Done Raised Ask Unask Clock Pong
 
 What travels: texts, numbers and arrays. Nothing of the user's is pickled: the process loads the class by its name
 from the configuration, and makes a prompt again from its index, so that whatever `Prompt.metadata` holds stays where
@@ -166,12 +166,19 @@ class Unask(Frame, frozen=True, kw_only=True):
     request: int
 
 
+class Clock(Frame, frozen=True, kw_only=True):
+    """Whether the clock of a call of PLAYED runs, from zero, or stands (`call_clock.py`)."""
+
+    number: int  # of the call
+    runs: bool
+
+
 class Pong(Frame, frozen=True, kw_only=True):
     pass
 
 
 ToProcess = Task | Call | Cancel | Reply | Ping | End
-ToWorker = Ready | Refused | Done | Raised | Ask | Unask | Pong
+ToWorker = Ready | Refused | Done | Raised | Ask | Unask | Clock | Pong
 
 
 def _encoded(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import ClassVar
 
 import numpy as np
 
@@ -115,6 +116,18 @@ class Asking(RolloutGenerator):
         prompt = request.inference_interface.prepare_request(asked, request.generation_args)
         response = await request.inference_interface.agenerate(prompt)
         return Rollout(trajectory=[response.raw_text], reward=rightness(response.response.content, asked))
+
+
+class HangsFirst(Asking):
+    """Its first play asks nothing, and does not end."""
+
+    plays: ClassVar[int] = 0
+
+    async def get_reward_rollouts(self, request):
+        HangsFirst.plays += 1
+        if HangsFirst.plays == 1:
+            await asyncio.sleep(1e9)
+        return await super().get_reward_rollouts(request)
 
 
 class Tokens(TokenizedRolloutGenerator):

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
+from streamrl.tasks.call_clock import CLOCK
 from streamrl.tasks.environment import EXACT, FAILED, Environment, Rollout
 from streamrl.tasks.episodes import NotPlayed
+from streamrl.tasks.failures import ScorerLate
 from streamrl.tasks.hosted import host_task
 from streamrl.tasks.megatron_rl import (
     GenericGenerationArgs,
@@ -244,6 +246,34 @@ def test_an_agent_runs_in_a_process_of_its_own(scripted):
     rollouts = asyncio.run(played())
     assert [rollout.parts[TURNS] for rollout in rollouts] == [2.0, 2.0]
     assert all(np.isfinite(rollout.completion.logprobs).all() for rollout in rollouts)
+
+
+def test_a_group_that_waits_for_the_turn_of_another_is_not_late(scripted):
+    async def played() -> list[list[Rollout] | BaseException]:
+        share = TaskShare(name=f"{AGENTS}:HangsFirst")
+        environment = await host_task(share, 1, "train", ScoringConfig(processes=1, timeout=2.0))
+        try:
+            prompts = [await environment.fetch(index) for index in range(8)]
+            groups = [environment.rollout_group(scripted(said("zz")), prompt, 1) for prompt in prompts]
+            return await asyncio.gather(*groups, return_exceptions=True)
+        finally:
+            await environment.close()
+
+    first, *others = asyncio.run(played())
+    assert isinstance(first, ScorerLate)  # the others waited for it, all of that time
+    assert [rollout.failure for (rollout,) in others] == [None] * 7
+
+
+def test_each_play_of_a_group_is_timed_by_itself(scripted):
+    told = list[bool]()
+
+    async def played() -> None:
+        CLOCK.set(told.append)
+        environment = task("Asking")
+        await environment.rollout_group(scripted(said("zz", "yy", "xx")), environment.prompt(0), 3)
+
+    asyncio.run(played())
+    assert told == [False, True, True, True, True]  # it waits for its turn, has it, and begins three plays
 
 
 def test_the_agent_of_the_page_is_a_task(scripted, tmp_path):

@@ -3,7 +3,8 @@
     prompt index ─▶ the agent, random state of that index ─▶ plays ─▶ rollouts ─▶ n samples
 
 An agent draws its own prompts. All plays of a group begin from the same random state, one after another up to their
-first call of the policy, so that they ask the same prompt; the policy answers when all of them have come there.
+first call of the policy, so that they ask the same prompt; the policy answers when all of them have come there. Groups
+begin one after another too, and none is late for that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
+from streamrl.tasks.call_clock import UntimedLock, restart_clock
 from streamrl.tasks.environment import (
     Branch,
     Completion,
@@ -72,7 +74,7 @@ class AgentTask(Environment):
             self._prompts = self._evaluated_at_once()
         if self._course is not None and self._course.evaluates:
             self.size = arguments.evaluation_prompts if self._prompts is None else len(self._prompts)
-        self._drawing = asyncio.Lock()
+        self._drawing = UntimedLock()
 
     def prompt(self, index: int) -> Prompt:
         """What the agent asks, where that is known without waiting; else its index alone."""
@@ -151,12 +153,15 @@ class AgentTask(Environment):
         try:
             async with self._drawing:
                 for play, of_play in zip(plays, recorders, strict=True):
+                    restart_clock()  # the plays before it have come to the policy
                     seed_all(seed)
                     running.append(asyncio.create_task(play()))
                     reached = [asyncio.create_task(each.reached.wait()) for each in of_play]
-                    await asyncio.wait((running[-1], *reached), return_when=asyncio.FIRST_COMPLETED)
-                    for each in reached:
-                        each.cancel()
+                    try:
+                        await asyncio.wait((running[-1], *reached), return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        for each in reached:
+                            each.cancel()
             gate.set()
             return list(await asyncio.gather(*running, return_exceptions=True))
         finally:
