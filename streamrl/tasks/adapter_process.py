@@ -48,7 +48,11 @@ class AdapterProcess:
         self.about = AboutPlayer()
 
     def start(self) -> None:
-        """Start it, and wait until it is ready. Raises ValueError, with one line, for what it refuses."""
+        """Start it, and wait until it is ready. Raises ValueError, with one line, for what it refuses.
+
+        Of one that was started before nothing is left.
+        """
+        self._end()
         try:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
 import textwrap
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -202,8 +202,23 @@ def test_an_address_that_is_open_to_others_needs_a_token(tmp_path):
     assert json.loads(done.stdout)["refused"].startswith("--host: 0.0.0.0 is open to others")
 
 
+async def ended(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        async with asyncio.timeout(20):
+            while process.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.05)
+
+
+STARTS = f"""
+import subprocess
+from pathlib import Path
+Path(__file__).with_name("started").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+{textwrap.dedent(PLAYER)}
+"""
+
+
 def test_an_adapter_that_has_ended_is_started_again_and_ends_with_its_task(tmp_path):
-    (tmp_path / "once.py").write_text(textwrap.dedent(PLAYER))
+    (tmp_path / "once.py").write_text(STARTS)
 
     async def go() -> None:
         adapter = AdapterProcess(Path(sys.executable), [], start_timeout=60)
@@ -212,14 +227,13 @@ def test_an_adapter_that_has_ended_is_started_again_and_ends_with_its_task(tmp_p
         first = adapter._process
         first.kill()
         first.wait(20)
-        first.stdin.close()
-        first.stdout.close()
+        started = psutil.Process(int((tmp_path / "started").read_text()))
         assert (await adapter.address()).startswith("http://127.0.0.1:")
+        assert first.stdin.closed
+        assert first.stdout.closed
+        await ended(started)
         second = psutil.Process(adapter._process.pid)
         await adapter.close()
-        deadline = time.monotonic() + 20
-        while second.is_running() and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        assert not second.is_running()
+        await ended(second)
 
     asyncio.run(go())
