@@ -251,7 +251,7 @@ def test_an_agent_runs_in_a_process_of_its_own(scripted):
 def test_a_group_that_waits_for_the_turn_of_another_is_not_late(scripted):
     async def played() -> list[list[Rollout] | BaseException]:
         share = TaskShare(name=f"{AGENTS}:HangsFirst")
-        environment = await host_task(share, 1, "train", ScoringConfig(processes=1, timeout=2.0))
+        environment = await host_task(share, 1, "train", TaskConfig(scoring=ScoringConfig(processes=1, timeout=2.0)))
         try:
             prompts = [await environment.fetch(index) for index in range(8)]
             groups = [environment.rollout_group(scripted(said("zz")), prompt, 1) for prompt in prompts]
