@@ -73,11 +73,13 @@ def replace_folder(
     another name by then; by default what cannot be removed is left to the next replacement. Raises OSError; where
     `draft` could not be renamed, `folder` is as it was.
     """
-    former = set_aside(folder) if folder.exists() else former_of(folder)
+    replaces = folder.exists()
+    former = set_aside(folder) if replaces else former_of(folder)
     try:
         draft.rename(folder)
     except BaseException:
-        put_back(folder)
+        if replaces:
+            put_back(folder)
         raise
     if durable:
         sync(folder.parent)
@@ -94,9 +96,11 @@ def set_aside(folder: Path) -> Path:
 
 
 def put_back(folder: Path) -> None:
-    """Give a folder its name back that was set aside and has no successor. Raises OSError."""
+    """Give a folder that was set aside its name back; remove it where its successor is there. Raises OSError."""
     former = former_of(folder)
-    if former.exists() and not folder.exists():
+    if folder.exists():
+        _remove(former)
+    elif former.exists():
         former.rename(folder)
 
 

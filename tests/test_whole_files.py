@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl import whole_files
-from streamrl.whole_files import drafted, drafted_folder, former_of, write_whole
+from streamrl.whole_files import drafted, drafted_folder, former_of, replace_folder, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -174,6 +174,21 @@ def test_where_the_second_rename_fails_the_former_folder_has_its_name_again(form
     with pytest.raises(OSError, match="No space left"):
         write_folder(former_folder, durable=False)
     assert (read_folder(former_folder), names(former_folder.parent)) == (FORMER, ["adapter"])
+
+
+def test_what_is_left_of_a_removed_folder_never_gets_its_name_back_and_goes_with_the_next_writer(
+    former_folder, tmp_path, monkeypatch
+):
+    left = former_of(tmp_path / "other")
+    left.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            replace_folder(tmp_path / "other", former_folder)
+    assert names(tmp_path) == [left.name, "adapter"]
+    former_of(former_folder).mkdir()
+    with drafted_folder(former_folder):
+        assert not former_of(former_folder).exists(), "three copies at once"
 
 
 def test_a_durable_folder_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_former_one_goes(

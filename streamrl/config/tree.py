@@ -331,7 +331,7 @@ class Config(Section):
 
     @rule
     def _servers_that_hang_do_not_end_the_learner(self) -> None:
-        # A version waits for the attempts that begin before it has waited publish.timeout, and for the end of the last.
+        # A version waits for attempts that begin before it has waited publish.timeout, and for the end of the last one.
         longest, silence = 2 * self.publish.timeout, self.run.silence_timeout
         if longest >= silence and not self.trains_rows:
             raise ValueError(

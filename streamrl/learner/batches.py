@@ -250,8 +250,9 @@ class ServiceBatches:
     def _handle(self, timeout: float) -> Message | ReceivedBatch | None:
         """One message, noted."""
         received = self._peer.receive(timeout)
-        if isinstance(received, Welcome):
-            self.published, self._welcomed = received.published, True
+        if isinstance(received, Welcome):  # a service that was started again may know less
+            known = (each for each in (self.published, received.published) if each is not None)
+            self.published, self._welcomed = max(known, default=None), True
         elif isinstance(received, Lost):
             self._lost = received.step
         elif isinstance(received, Evaluated):

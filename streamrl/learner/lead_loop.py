@@ -164,7 +164,7 @@ class LeadLoop:
                     return delivery
                 self.trainer.broadcast("wait")
                 self._report_saved()
-                if delivery.kind == "lost" and self._is_catching_up() and self._offered != self.trainer.version:
+                if delivery.kind == "lost" and self._offered != self.trainer.version:
                     self._publish()  # the servers that generate the step again may need weights for it
 
     def _train(self, delivery: Delivery, began: float) -> dict[str, Any]:
@@ -239,18 +239,21 @@ class LeadLoop:
     def _await_publisher(self, publisher: Publisher) -> None:
         """Before the other ranks begin an export, wait until the publisher takes it.
 
-        Raises RuntimeError after `run.silence_timeout` seconds, and RunFailedError where its disk has no room for
-        `run.progress_timeout` seconds.
+        Raises RuntimeError where one server takes `run.silence_timeout` seconds, or the publisher
+        `run.progress_timeout`, and RunFailedError where its disk has no room for so long.
         """
         began = since = time.monotonic()
-        limit = self.config.run.silence_timeout
+        silence, progress = self.config.run.silence_timeout, self.config.progress_timeout
         while not publisher.ready(self.config.learner.tick):
             now = time.monotonic()
-            if publisher.lacks_room:
+            if not publisher.waits_for_servers:
                 since = now
+            if now - since > silence:
+                raise RuntimeError(f"the publisher did not finish in run.silence_timeout={silence:g} s")
+            if publisher.lacks_room:
                 self._room(now - began)
-            elif now - since > limit:
-                raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
+            elif now - began > progress:
+                raise RuntimeError(f"the publisher did not finish in run.progress_timeout={progress:g} s")
             else:
                 self.trainer.broadcast("wait")
 
@@ -291,9 +294,19 @@ class LeadLoop:
             reason = "all steps are done" if complete else exits or f"stopped at step {step}"
             self.events.emit(event, version=str(self.trainer.version), code=0, reason=reason)
         if complete and self.publisher is not None:
-            self.publisher.wait(self.config.publish.timeout + self.config.evaluate.longest)
+            self._await_arrival(self.publisher)
         for late in self.source.end(self.trainer.version if complete else None):
             self.metrics.amend(late.version.step, late.metrics, RoomWait(self.config))
+
+    def _await_arrival(self, publisher: Publisher) -> None:
+        """Give the last version its time to reach every server, and room where it is to be kept."""
+        began, limit = time.monotonic(), self.config.publish.timeout + self.config.evaluate.longest
+        room = RoomWait(self.config)
+        while not publisher.wait(limit):
+            if not publisher.lacks_room:
+                log.warning("version %s, the last one, is not at every server after %g s", self.trainer.version, limit)
+                return
+            room(time.monotonic() - began)
 
     def _publish_is_due(self) -> bool:
         """Every `publish.every` steps, at the end, and when a resumed learner has caught up with what was published."""

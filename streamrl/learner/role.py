@@ -21,7 +21,6 @@ from streamrl.learner import mismatch, trained_model
 from streamrl.learner.batches import BatchSource, RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.lead_loop import FOR_GOOD, LeadLoop, StopSignal
-from streamrl.learner.room import RoomWait
 from streamrl.learner.row_batches import RowBatches
 from streamrl.learner.trainer import Trainer
 from streamrl.observe import ending
@@ -103,7 +102,7 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
     for name, where in metrics.places.items():
         events.emit("sink", name=name, where=where)
     try:
-        metrics.truncate_after(trainer.version.step, RoomWait(config, trainer.broadcast))
+        metrics.truncate_after(trainer.version.step)
         LeadLoop(
             config, run_folder, trainer, source, stop=stop, metrics=metrics, events=events, publisher=publisher
         ).run()

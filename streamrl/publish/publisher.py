@@ -149,6 +149,12 @@ class Publisher:
         """Whether the former version waits for room on the disk, where it is to be kept (`publish.keep_every`)."""
         return self._kept.lacks_room
 
+    @property
+    def waits_for_servers(self) -> bool:
+        """Whether it is a server that the former version waits for, and not the source or the disk."""
+        with self._changed:
+            return self._shared.servers.have_time
+
     def offer(
         self,
         version: PolicyVersion,
@@ -327,7 +333,7 @@ class Publisher:
         with self._changed:
             if not server.is_due(staged.version, time.monotonic()):
                 return  # what others waited for has changed that
-            stale = self._shared.servers.begin(server, staged.version, time.monotonic())
+            stale = self._shared.servers.begin(server, staged.version)
             reported, attempt = server.reported, server.attempt
         assert attempt is not None
         if stale:

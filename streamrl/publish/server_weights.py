@@ -27,6 +27,7 @@ _NONE = PolicyVersion(0)
 
 class State(Enum):
     IDLE = auto()  # nothing is on its way to it
+    PREPARING = auto()  # the source prepares a version for it
     SENDING = auto()  # a version was announced to it, and the transport sends the bytes
     WAITING = auto()  # the bytes are sent; it has not reported the version
     BACKING_OFF = auto()  # the last attempt has failed; the next one waits for the end of a pause
@@ -35,18 +36,22 @@ class State(Enum):
 
 class Event(Enum):
     BEGIN = auto()
+    PREPARED = auto()
     SENT = auto()
     APPLIED = auto()
     FAILED = auto()  # refused, evaluated, out of time, or unknown to a service that was started again
     PAUSE_OVER = auto()
-    NEWER = auto()  # a newer version was announced, and only one attempt has failed
+    NEWER = auto()  # a newer version was announced, and the server has not failed several times in a row
     LEFT = auto()
     RETURNED = auto()
 
 
 TRANSITIONS = {
-    (State.IDLE, Event.BEGIN): State.SENDING,
+    (State.IDLE, Event.BEGIN): State.PREPARING,
     (State.IDLE, Event.LEFT): State.GONE,
+    (State.PREPARING, Event.PREPARED): State.SENDING,
+    (State.PREPARING, Event.FAILED): State.BACKING_OFF,
+    (State.PREPARING, Event.LEFT): State.GONE,
     (State.SENDING, Event.SENT): State.WAITING,
     (State.SENDING, Event.FAILED): State.BACKING_OFF,
     (State.SENDING, Event.LEFT): State.GONE,
@@ -72,12 +77,12 @@ class ServerWeights:
     state: State = State.IDLE
     attempt: int | None = None  # number of its newest Publish
     version: PolicyVersion = _NONE  # of that Publish
-    deadline: float = 0.0  # of that attempt
+    deadline: float = 0.0  # of its time in that attempt
     refusal: str | None = None  # why that attempt cannot succeed
     stale: bool = False  # its process has ended: what the transport shares with it leads nowhere
     pause: float = 0.0  # seconds, after the last failure; 0 after a success
     retry_at: float = float("-inf")
-    failures: int = 0  # in a row, of whatever versions
+    failures: int = 0  # of its own, in a row, of whatever versions
 
     @property
     def name(self) -> str:
@@ -86,6 +91,11 @@ class ServerWeights:
     @property
     def is_open(self) -> bool:
         """Is an attempt under way?"""
+        return self.state is State.PREPARING or self.has_time
+
+    @property
+    def has_time(self) -> bool:
+        """Does its own part of an attempt run, which `timeout` bounds?"""
         return self.state in (State.SENDING, State.WAITING)
 
     @property
@@ -99,16 +109,18 @@ class ServerWeights:
             self._move(Event.PAUSE_OVER)
         return self.state is State.IDLE and self.reported.version < version and not self.reported.pinned
 
-    def begin(self, version: PolicyVersion, attempt: int, now: float) -> bool:
+    def begin(self, version: PolicyVersion, attempt: int) -> bool:
         """Begin an attempt. True where the transport must first drop what it shares with a former process."""
         self._move(Event.BEGIN)
-        self.version, self.attempt, self.deadline, self.refusal = version, attempt, now + self.timeout, None
+        self.version, self.attempt, self.refusal = version, attempt, None
         stale, self.stale = self.stale, False
         return stale
 
     def prepared(self, now: float) -> None:
         """The source has prepared the version: the server's time begins."""
-        self.deadline = now + self.timeout
+        if self.state is State.PREPARING:
+            self.deadline = now + self.timeout
+            self._move(Event.PREPARED)
 
     def sent(self) -> None:
         """The transport has sent everything."""
@@ -143,7 +155,7 @@ class ServerWeights:
             return f"{self.name} has left"
         if self.reported.pinned and not self.has_version:
             return f"{self.name} is being evaluated"
-        if now > self.deadline:
+        if self.has_time and now > self.deadline:
             return f"{self.name} did not finish in publish.timeout={self.timeout:g} s"
         return None
 
@@ -169,7 +181,7 @@ class ServerWeights:
     def _back_off(self, now: float) -> None:
         self.pause = min(2 * self.pause, self.timeout) if self.pause else FIRST_PAUSE
         self.retry_at = now + self.pause
-        self.failures += 1
+        self.failures += self.has_time  # what the source cannot do is no failure of the server's
 
     def _move(self, event: Event) -> None:
         self.state = SERVER_WEIGHTS.next(self.state, event)
@@ -234,12 +246,17 @@ class Servers:
         due = [server for server in self._by_name.values() if server.is_due(version, now)]
         return sorted(due, key=lambda server: (server.failures, server.reported.version))
 
-    def begin(self, server: ServerWeights, version: PolicyVersion, now: float) -> bool:
+    def begin(self, server: ServerWeights, version: PolicyVersion) -> bool:
         """As `ServerWeights.begin`, with a number that no other attempt has."""
         self._attempts += 1
-        return server.begin(version, self._attempts, now)
+        return server.begin(version, self._attempts)
 
     def have(self, version: PolicyVersion) -> bool:
         """Do all servers of the roster have `version` or a newer one, as far as is known?"""
         present = [server for server in self._by_name.values() if server.state is not State.GONE]
         return self._known and all(server.reported.version >= version for server in present)
+
+    @property
+    def have_time(self) -> bool:
+        """Does one of them have its time of an attempt?"""
+        return any(server.has_time for server in self._by_name.values())

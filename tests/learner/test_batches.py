@@ -110,6 +110,9 @@ def test_the_learner_says_what_its_checkpoint_contains_and_is_told_what_was_publ
     begin(source)
     assert service.wait_for(Hello)[0] == Hello(run="r", role="learner", name="learner-0", version=START, ledger=BEFORE)
     assert source.published == PolicyVersion(7)
+    source._peer.receive = lambda timeout: Welcome(published=None)  # of a service that was started again
+    source._handle(TICK)
+    assert source.published == PolicyVersion(7)
 
 
 def test_a_batch_brings_its_figures_and_its_ledger_counts_once_it_is_trained(service, source):

@@ -158,7 +158,7 @@ class Publisher:
         self.offered: list[str] = []
         self.scored: tuple[int, ...] = ()  # answers with each of them
 
-    lacks_room = False
+    lacks_room = waits_for_servers = False
 
     def ready(self, timeout: float) -> bool:
         return True
@@ -239,6 +239,8 @@ def test_a_resumed_learner_publishes_nothing_that_is_older_than_what_servers_had
 def test_a_redelivered_step_that_has_to_be_generated_again_gets_weights_for_it(tmp_path):
     _, offered = run(tmp_path, Source(PolicyVersion(5), lost=(3,)), PolicyVersion(2, 1), steps=8, every=3)
     assert offered == ["3.1", "5.1", "6.1", "8.1"]
+    _, offered = run(tmp_path, Source(None, lost=(4,)), PolicyVersion(2, 1), steps=5, every=3)
+    assert offered == ["2.1", "3.1", "4.1", "5.1"]  # also where the service, started again, does not know what they had
 
 
 def test_a_redelivered_step_that_takes_its_time_is_waited_for(tmp_path):
@@ -384,6 +386,48 @@ def test_a_version_that_is_kept_waits_for_room_longer_than_a_publisher_may_be_si
     _, offered = run(tmp_path, Source(None), PolicyVersion(0), 1, publisher=WithoutRoom(full_disk, asks))
     assert offered == ["0.0", "1.0"]
     assert max(later - said for said, later in itertools.pairwise(full_disk.said)) < 10
+
+
+class Slow(WithoutRoom):
+    """It prepares a version, or waits for a server that hangs."""
+
+    lacks_room = False
+
+    def __init__(self, clock: FullDisk, seconds: float, *, waits_for_servers: bool) -> None:
+        super().__init__(clock, math.ceil(seconds / Config().learner.tick))
+        self.waits_for_servers = waits_for_servers
+
+
+@pytest.mark.parametrize("full_disk", [0.0], indirect=True)
+def test_a_source_may_take_longer_than_a_server_may_hang(full_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.learner.lead_loop.time", full_disk)
+    config = Config()
+    silence, progress = config.run.silence_timeout, config.progress_timeout
+    assert silence < progress
+    source = Slow(full_disk, (silence + progress) / 2, waits_for_servers=False)
+    _, offered = run(tmp_path, Source(None), PolicyVersion(0), 1, publisher=source)
+    assert offered == ["0.0", "1.0"]
+    for hanging, seconds, key in ((False, progress + 9, "run.progress_timeout"), (True, silence + 9, "run.silence_")):
+        slow = Slow(full_disk, seconds, waits_for_servers=hanging)
+        with pytest.raises(RuntimeError, match=f"the publisher did not finish in {key}"):
+            run(tmp_path, Source(None), PolicyVersion(0), 1, publisher=slow)
+
+
+@pytest.mark.parametrize("full_disk", [0.0], indirect=True)
+def test_the_last_version_waits_for_room_too(full_disk, tmp_path, monkeypatch):
+    class Last(WithoutRoom):
+        def ready(self, timeout: float) -> bool:
+            return True
+
+        def wait(self, timeout: float) -> bool:
+            return super().ready(timeout)
+
+    monkeypatch.setattr("streamrl.learner.lead_loop.time", full_disk)
+    last = Last(full_disk, 3)
+    run(tmp_path, Source(None), PolicyVersion(0), 1, publisher=last)
+    assert not last.lacks_room
+    with pytest.raises(RunFailedError, match="the disk of the run folder is full"):
+        run(tmp_path, Source(None), PolicyVersion(0), 1, publisher=Last(full_disk, 1000))
 
 
 class Starved(Source):

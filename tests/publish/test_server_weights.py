@@ -24,7 +24,8 @@ def fleet(*names: str, at: PolicyVersion = V0) -> Servers:
 def sent(servers: Servers, version: PolicyVersion = V1, now: float = 0.0) -> ServerWeights:
     """The first server that is due, with everything sent to it."""
     server = servers.due(version, now)[0]
-    servers.begin(server, version, now)
+    servers.begin(server, version)
+    server.prepared(now)
     server.sent()
     return server
 
@@ -40,7 +41,8 @@ def test_a_version_is_applied_when_the_server_says_so():
 def test_a_server_may_report_the_version_before_the_transport_has_ended():
     servers = fleet("a")
     (server,) = servers.due(V1, 0.0)
-    servers.begin(server, V1, 0.0)
+    servers.begin(server, V1)
+    server.prepared(0.0)
     servers.handle_applied(Applied(server="a", version=V1))
     assert server.state is State.SENDING
     server.sent()
@@ -50,8 +52,10 @@ def test_a_server_may_report_the_version_before_the_transport_has_ended():
 def test_the_time_of_a_server_begins_when_the_source_has_prepared_the_version():
     servers = fleet("a")
     (server,) = servers.due(V1, 0.0)
-    servers.begin(server, V1, 0.0)
+    servers.begin(server, V1)
+    assert (server.problem(9 * TIMEOUT), servers.have_time) == (None, False)
     server.prepared(2 * TIMEOUT)
+    assert servers.have_time
     assert server.problem(3 * TIMEOUT) is None
     assert server.problem(3 * TIMEOUT + 0.1) == "a did not finish in publish.timeout=8 s"
 
@@ -77,6 +81,18 @@ def test_a_newer_version_ends_the_first_pause():
     servers.announced()
     assert servers.due(V2, 0.0) == [server]
     assert server.pause == 0.0
+
+
+def test_what_the_source_cannot_do_is_tried_again_with_a_newer_version_however_often_it_failed():
+    servers, now = fleet("a"), 0.0
+    for _ in range(5):
+        (server,) = servers.due(V1, now)
+        servers.begin(server, V1)
+        server.fail(now)
+        now += server.pause
+    assert servers.due(V2, now - 0.1) == []
+    servers.announced()
+    assert servers.due(V2, now - 0.1) == [server]
 
 
 def test_a_server_that_hangs_holds_fewer_and_fewer_versions():
@@ -149,16 +165,16 @@ def test_a_server_that_leaves_has_failed_and_shares_nothing_with_the_next_proces
     servers.handle_roster([ServerState(name=name, version=V0) for name in NAMES], 0.5)
     assert server not in servers.due(V1, 0.5), "its pause has been forgotten"
     assert server in servers.due(V1, FIRST_PAUSE)
-    assert servers.begin(server, V1, FIRST_PAUSE), "what the transport shares with it is kept"
+    assert servers.begin(server, V1), "what the transport shares with it is kept"
 
 
 def test_another_process_of_the_same_name_has_older_weights():
     servers = fleet("a", at=V1)
     servers.handle_roster([ServerState(name="a", version=V0)], 0.0)
     (server,) = servers.due(V1, 0.0)
-    assert servers.begin(server, V1, 0.0)
+    assert servers.begin(server, V1)
     server.fail(0.0)
-    assert not servers.begin(servers.due(V1, FIRST_PAUSE)[0], V1, FIRST_PAUSE), "dropped twice"
+    assert not servers.begin(servers.due(V1, FIRST_PAUSE)[0], V1), "dropped twice"
 
 
 def test_an_evaluated_server_keeps_its_weights():
@@ -197,6 +213,7 @@ class Machine(RuleBasedStateMachine):
         self.true: dict[str, ServerState] = {}  # what is there
         self.open: dict[str, ServerWeights] = {}  # attempts that the publisher has not ended
         self.failures: dict[str, list[float]] = {}  # of each server since its last success, or a newer version: when
+        self.own: dict[str, int] = {}  # those of them in which the server had its time, in a row
 
     def _tell(self) -> None:
         self.servers.handle_roster(tuple(self.true.values()), self.now)
@@ -221,14 +238,14 @@ class Machine(RuleBasedStateMachine):
     def _fails(self, name: str) -> None:
         if name in self.open and self.open[name].is_open:
             self.failures.setdefault(name, []).append(self.now)
+            self.own[name] = self.own.get(name, 0) + self.open[name].has_time
 
     @precondition(lambda self: not self.open)
     @rule()
     def announces(self) -> None:
         self.newest = PolicyVersion(self.newest.step + 1)
         self.servers.announced()
-        in_a_row = {name: server.failures for name, server in self.servers._by_name.items()}
-        self.failures = {name: times for name, times in self.failures.items() if in_a_row[name] > 1}
+        self.failures = {name: times for name, times in self.failures.items() if self.own[name] > 1}
 
     @rule(name=st.sampled_from(NAMES), pinned=st.booleans())
     def pins(self, name: str, pinned: bool) -> None:
@@ -246,8 +263,13 @@ class Machine(RuleBasedStateMachine):
             assert not true.pinned
             last = self.failures.get(server.name)
             assert last is None or self.now - last[-1] >= min(FIRST_PAUSE * 2 ** (len(last) - 1), TIMEOUT)
-            self.servers.begin(server, self.newest, self.now)
+            self.servers.begin(server, self.newest)
             self.open[server.name] = server
+
+    @rule(name=st.sampled_from(NAMES))
+    def everything_is_prepared(self, name: str) -> None:
+        if name in self.open:
+            self.open[name].prepared(self.now)
 
     @rule(name=st.sampled_from(NAMES))
     def everything_is_sent(self, name: str) -> None:
@@ -286,6 +308,7 @@ class Machine(RuleBasedStateMachine):
             return
         else:
             self.failures.pop(name, None)
+            self.own.pop(name, None)
         del self.open[name]
 
     @invariant()

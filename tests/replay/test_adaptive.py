@@ -151,6 +151,18 @@ def test_a_step_without_a_trained_token_is_no_measurement() -> None:
     assert trained(bound, 40, healthy, first=21) == []
 
 
+def test_a_step_without_a_trained_token_is_no_reason_to_raise_it() -> None:
+    def raises(empty: int) -> int:
+        """The step of the first raise, where step `empty` measures nothing."""
+        bound = bound_of()
+        bound.restore(Adapted(step=0, former=16.0, staleness=2.0, reason=""))
+        moves = (bound.record(step, {} if step == empty else {**healthy(2), AGE: 2.0}) for step in range(1, 40))
+        return next(move.step for move in moves if move is not None)
+
+    due = raises(empty=0)
+    assert raises(empty=due) > due
+
+
 def test_noise_of_the_gradient_tips_what_is_between_the_limits_and_nothing_else() -> None:
     between, noisy = {CLIPPED: 0.1}, {SIGNAL: 0.01, NOISE: 1.0}
     assert not trained(bound_of(), 60, lambda age: {**healthy(age), **between})

@@ -154,8 +154,8 @@ class Teaching(Controller):
     def judge(self, seen: Seen) -> Move | None:
         if self.state is not State.STEADY and self._is_turned(seen):
             self._move(Event.TURNED)
-        if self.state is State.FALLING:
-            return None
+        if self.state is State.FALLING or not seen.signals.keys() & self._spreads.keys():
+            return None  # the data of before the last move, or a step that measured nothing
         self._observe(seen.signals)
         if len(self._window) < self.config.patience:
             return None
