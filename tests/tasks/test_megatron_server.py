@@ -16,7 +16,7 @@ from aiohttp import web
 from streamrl.config import Config
 from streamrl.config.task import TaskShare
 from streamrl.tasks.environment import Rollout
-from streamrl.tasks.megatron_rl import EvaluationRequest
+from streamrl.tasks.megatron_rl import EvaluationRequest, RewardOnlyAgent
 from streamrl.tasks.megatron_rl.environment_server import Served, agent_of
 from streamrl.tasks.megatron_rl.interface_server import InterfaceServer
 from streamrl.tasks.megatron_rl.policy import PolicyInterface, Recorder
@@ -30,15 +30,27 @@ REMOTE = "streamrl.tasks.megatron_rl.remote_agent:RemoteAgent"
 END = "<|im_end|>"
 LONGEST = 60.0  # seconds
 LOST = """
-from streamrl.tasks.environment import Environment, Prompt
+from streamrl.tasks.arguments import TaskArguments
+from streamrl.tasks.environment import Environment, Prompt, Score
+
+
+class LostArguments(TaskArguments):
+    lost: list[str]
 
 
 class Lost(Environment):
+    Arguments = LostArguments
+
+    def __init__(self, arguments, seed, split):
+        self.arguments = arguments
+
     def prompt(self, index):
         return Prompt(index=index, text="?")
 
     async def score(self, prompt, completion):
-        raise TimeoutError("no judge answers")
+        if completion.text in self.arguments.lost:
+            raise TimeoutError("no judge answers")
+        return Score(reward=float(len(completion.text)))
 """
 
 
@@ -122,9 +134,38 @@ def test_what_a_server_raises_costs_the_group_and_one_that_is_not_there_is_refus
 
 def test_no_answer_is_trained_that_a_served_tasks_scorer_could_not_judge(served, scripted, tmp_path):
     (tmp_path / "lost.py").write_text(LOST)
-    rollouts = go(played(served(f"{tmp_path}/lost.py:Lost"), scripted([["zz", END], ["yy", END]]), 2))
-    assert all(rollout.masked or not rollout.is_answered for rollout in rollouts)
-    assert any("TimeoutError: no judge answers" in (rollout.failure or "") for rollout in rollouts)
+    app = served(f"{tmp_path}/lost.py:Lost", lost=["zz"])
+    rollouts = go(played(app, scripted([["a", END], ["zz", END], ["bbb", END]]), 3))
+    (lost,) = [rollout for rollout in rollouts if rollout.failure is not None]
+    assert lost.masked
+    assert lost.is_answered
+    assert "TimeoutError: no judge answers" in lost.failure
+    assert sorted(rollout.reward for rollout in rollouts if rollout is not lost) == [1.0, 3.0]
+
+
+def test_an_agent_that_raises_ends_the_other_episodes_of_its_group(scripted):
+    judging, ended = asyncio.Event(), asyncio.Event()
+
+    class Judges(RewardOnlyAgent):
+        async def get_prompt(self, validation: bool) -> Any:
+            return "q", {}
+
+        async def get_reward(self, response: str, golden: Any, finish_reason: str) -> float:
+            if response == "zz":
+                await judging.wait()
+                raise RuntimeError("the agent broke")
+            judging.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return 0.0
+
+    async def ended_at_once() -> bool:
+        await played(Served(Judges()).application(None), scripted([["zz", END], ["yy", END]]), 2)
+        return ended.is_set()
+
+    assert go(ended_at_once())
 
 
 def test_a_token_is_asked_for_where_there_is_one(served, scripted, tmp_path):

@@ -11,8 +11,10 @@ from pydantic import PrivateAttr
 from streamrl.config.task import TaskShare
 from streamrl.tasks.environment import Completion, Environment, Prompt, message_text
 from streamrl.tasks.failures import ScorerRaised
+from streamrl.tasks.megatron_rl.agents import EpisodeResult, GroupedRolloutRequest, RolloutRequest
 from streamrl.tasks.megatron_rl.inference import LLMChatMessage
 from streamrl.tasks.megatron_rl.reward_only import Prompted, RewardOnlyAgent
+from streamrl.tasks.megatron_rl.rollouts import MASKED, Rollout, TokenRollout
 from streamrl.tasks.registry import build_task
 
 ENDLESS = 1 << 30  # prompts of a task without an end
@@ -61,6 +63,17 @@ class EnvironmentAgent(RewardOnlyAgent):
         if judged.masked:
             raise ScorerRaised(judged.failure or "", masked=True)
         return judged.reward
+
+    async def _rollout_from_episode(
+        self, request: RolloutRequest | GroupedRolloutRequest, episode: EpisodeResult, golden: Any
+    ) -> Rollout | TokenRollout:
+        """Masked where the scorer's failure says nothing of the answer: the others of its group have their rewards."""
+        try:
+            return await super()._rollout_from_episode(request, episode, golden)
+        except ScorerRaised as lost:
+            return self._rollout_of(
+                request, episode, golden, reward=0.0, rollout_status=MASKED, failure_reason=str(lost)
+            )
 
     async def close(self) -> None:
         for task in self._splits.values():

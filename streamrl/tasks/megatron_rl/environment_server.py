@@ -19,6 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from streamrl.config.task import TaskShare
 from streamrl.config.task_file import read_entries
+from streamrl.tasks.episodes import together
 from streamrl.tasks.failures import describe
 from streamrl.tasks.megatron_rl.agents import (
     Agent,
@@ -72,7 +73,7 @@ class Served:
         if request.filter_groups_with_same_reward:
             raise ValueError("filter_groups_with_same_reward: true is not allowed; allowed: false")
         seeds = [None if request.seed is None else request.seed + place for place in range(request.num_groups)]
-        return await asyncio.gather(*(self._group(request, seed) for seed in seeds))
+        return await together(self._group(request, seed) for seed in seeds)
 
     async def _group(self, request: RemoteGroupedRolloutRequest, seed: int | None) -> list[Any]:
         async with self._drawing:
@@ -83,7 +84,7 @@ class Served:
         async def rollout() -> Any:
             return await params.build_rollout(await params.run_episode())
 
-        return list(await asyncio.gather(*(rollout() for _ in range(request.rollouts_per_group))))
+        return await together(rollout() for _ in range(request.rollouts_per_group))
 
     async def _pairs(self, request: RemoteRolloutRequest) -> Any:
         return await self._agent.get_contrastive_rollouts(request)

@@ -176,7 +176,13 @@ class RewardOnlyAgent(RolloutGenerator, GroupedRolloutGenerator, PassAtEvaluatio
         self, request: RolloutRequest | GroupedRolloutRequest, episode: EpisodeResult, golden: Any
     ) -> Rollout | TokenRollout:
         reward: Any = await self.get_trajectory_reward(episode.responses, episode.conversation, golden)
-        named = {"env_id": self.env_id or "", "problem_id": _problem_id(golden), "reward": reward}
+        return self._rollout_of(request, episode, golden, reward=reward)
+
+    def _rollout_of(
+        self, request: RolloutRequest | GroupedRolloutRequest, episode: EpisodeResult, golden: Any, **judged: Any
+    ) -> Rollout | TokenRollout:
+        """`judged`: `reward`, `rollout_status` and `failure_reason`, as a rollout has them."""
+        named = {"env_id": self.env_id or "", "problem_id": _problem_id(golden), **judged}
         if not isinstance(request.inference_interface, ReturnsTokens):
             return Rollout(trajectory=[response.raw_text or "" for response in episode.responses], **named)
         turns = [(response, response.token_ids or [], response.prompt_length or 0) for response in episode.responses]

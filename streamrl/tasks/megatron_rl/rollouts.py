@@ -9,7 +9,9 @@ from pydantic import BaseModel
 
 from streamrl.tasks.megatron_rl.inference import LLMChatMessage, TypeLookupable
 
-KNOWN_ROLLOUT_STATUSES = ("ok", "placeholder", "masked", "graded")
+MASKED = "masked"  # the status of a rollout that is not to be trained
+
+KNOWN_ROLLOUT_STATUSES = ("ok", "placeholder", MASKED, "graded")
 
 
 class AgentBaseModel(BaseModel, extra="allow"):

@@ -8,12 +8,10 @@ from streamrl.tasks.environment import EXACT, Completion, Score
 from streamrl.tasks.episodes import NotPlayed
 from streamrl.tasks.failures import ScorerRaised
 from streamrl.tasks.megatron_rl.policy import Asked, Recorder
-from streamrl.tasks.megatron_rl.rollouts import Rollout, TokenRollout
+from streamrl.tasks.megatron_rl.rollouts import MASKED, Rollout, TokenRollout
 from streamrl.tasks.turns import TURNS
 
 AnyRollout = Rollout | TokenRollout
-
-MASKED = "masked"  # a rollout's status
 
 
 class Episodes:
