@@ -32,13 +32,16 @@ async def together(samples: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def unbegun(inference: Inference, prompt: Prompt) -> Completion:
-    """The completion of an episode that has asked the policy nothing."""
-    return Completion.failed(inference.prompt_ids(prompt.content), "task")
+def unbegun(inference: Inference, prompt: Prompt, failure: str = "task") -> Completion:
+    """The completion of an episode without an answer of the policy.
+
+    failure: "task" where it has asked for none, "server" where the policy still owed one.
+    """
+    return Completion.failed(inference.prompt_ids(prompt.content), failure)
 
 
 def begun(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The same rollouts. Raises NotPlayed where not one episode has begun: then the task has failed, not a sample."""
+    """The same rollouts. Raises NotPlayed where no episode asked anything: then the task has failed, not a sample."""
     if rollouts and all(each.completion.failure == "task" for each in rollouts):
         raise NotPlayed(rollouts[0].failure or "the environment asked the policy nothing")
     return list(rollouts)

@@ -13,6 +13,7 @@ at the same time; one that is awaited is extended by none.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,7 @@ class Session:
         self.exceeded: TooManyBranches | None = None  # there was a call that would have begun one too many
         self.lost: Exception | None = None  # why the policy could not be asked, whatever the agent makes of it
         self.open = True
+        self._given_up = False  # was there a call that ended while the policy had not answered it?
 
     def check(self) -> None:
         """Raise what the policy raised: that is the worker's matter, and no sample's."""
@@ -90,8 +92,13 @@ class Session:
 
     @property
     def completion(self) -> Completion | None:
-        """The branch with the last answer, as one answer; None where nothing was asked."""
+        """The branch with the last answer, as one answer; None where nothing was answered."""
         return self._completions[-1] if self._completions else None
+
+    @property
+    def missing(self) -> str:
+        """Whose fault it is that there is no completion: "server" where a call waited for the policy, else "task"."""
+        return "server" if self._given_up else "task"
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -179,7 +186,7 @@ class Session:
         raise CallRefused(409, reason)
 
     async def _answer(self, branch: _Growing, sampling: dict[str, Any]) -> Completion:
-        """The policy's next turn in a branch. Of a call that is refused, or cancelled, nothing stays."""
+        """The policy's next turn in a branch. Of a call that is refused, or cancelled, no token stays."""
         history, branch.history = branch.history, None
         self._calls += 1
         try:
@@ -191,6 +198,7 @@ class Session:
             branch.conversation.take_back()
             if not branch.conversation.turns:
                 self._growing.remove(branch)
+            self._given_up = self._given_up or isinstance(error, asyncio.CancelledError)
             if isinstance(error, CallRefused) or not isinstance(error, Exception):
                 raise
             self.lost, self.open = error, False

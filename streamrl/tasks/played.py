@@ -170,7 +170,7 @@ class Played(Environment):
                 failure = error
         completion = session.completion
         if completion is None:
-            none = unbegun(inference, prompt)
+            none = unbegun(inference, prompt, session.missing)
             return self.unscored(prompt, none, failure or NotPlayed("the environment asked the policy nothing"))
         if failure is None and session.is_unanswered:
             failure = NotPlayed("a call was not answered")

@@ -114,6 +114,18 @@ def test_an_episode_that_fails_costs_its_own_sample_alone(scripted, address, sai
     assert any(part in rollout.failure for part in reason.split("|")), rollout.failure
 
 
+def test_an_episode_whose_first_call_the_policy_does_not_answer_has_asked_and_lacks_a_servers_answer(scripted, address):
+    inference = scripted([])
+
+    async def generate(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    inference.generate = generate
+    rollouts, _ = play(inference, 2, url=address, timeout=1.0)
+    assert [(rollout.is_answered, rollout.completion.failure) for rollout in rollouts] == [(False, "server")] * 2
+    assert all("the episode was not over in 1 seconds" in rollout.failure for rollout in rollouts)
+
+
 def test_the_endpoint_is_there_until_the_adapter_has_ended(address, monkeypatch):
     ended = []
     task = build_task(TaskConfig(name="gymnasium", args={"url": address}), 1, "train")

@@ -171,7 +171,7 @@ class Agent(Around):
         session.check()
         completion = session.completion
         if completion is None:
-            none = unbegun(inference, prompt)
+            none = unbegun(inference, prompt, session.missing)
             return self.unscored(prompt, none, failure or NotPlayed("the agent asked the policy nothing"))
         if session.is_unanswered:
             failure = failure or AgentFailed("a call was not answered")
