@@ -5,7 +5,7 @@
     POST /TASK/observation  {prompt, turns}             -> Observed
     POST /TASK/score        {prompt, answers}           -> Judged      (answers: the turns of each sample)
 
-A reward model gives `score` alone.
+A reward model gives `score` alone: a request for `about` may be refused, with 404, 405 or 501 for example.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class About(msgspec.Struct, frozen=True):
 
     max_turns: int = 1
     lowest_reward: float = 0.0  # of an answer on which its scorer raises
+    judges_groups: bool = False  # an answer alone has no score that means anything
 
 
 class RemotePrompt(msgspec.Struct, frozen=True):

@@ -65,7 +65,7 @@ class ServedTask:
 
     async def about(self, _: bytes) -> About:
         turns = self._task.max_turns if isinstance(self._task, TurnByTurn) else 1
-        return About(turns, self._task.lowest_reward)
+        return About(turns, self._task.lowest_reward, self._task.judges_groups)
 
     async def prompt(self, body: bytes) -> RemotePrompt:
         asked = msgspec.json.decode(body, type=AskPrompt)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -13,13 +14,27 @@ from streamrl.config import Config
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.built_in.lookup import CALLED
 from streamrl.tasks.built_in.remote import RemoteFailed
-from streamrl.tasks.environment import EXACT, FAILED, Environment, Rollout
+from streamrl.tasks.environment import EXACT, FAILED, Completion, Environment, Rollout, Score
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.serve import application
 from streamrl.tasks.turns import TURNS
 
 END = "<|im_end|>"
 TASKS = {"task": {"mix": [{"name": "copy"}, {"name": "lookup", "args": {"length": 2}}]}}
+
+
+COMPARED = """
+from streamrl.tasks.environment import Prompt
+from streamrl.tasks.grouped import Contrastive
+
+
+class Shorter(Contrastive):
+    def prompt(self, index):
+        return Prompt(index=index, text="?")
+
+    async def preference(self, prompt, first, second):
+        return float(len(first.text) < len(second.text))
+"""
 
 
 def remote(url: str, **args: Any) -> Environment:
@@ -77,6 +92,46 @@ def test_a_reward_model_scores_the_prompts_of_a_local_task(scripted):
     app.router.add_post("/score", score)
     rollouts = play(app, "", scripted([["a"], ["cde"]]), n=2, task={"name": "copy"})
     assert [rollout.reward for rollout in rollouts] == [1.0, 3.0]
+
+
+def judged_alone(app: web.Application, path: str, **args: Any) -> Score:
+    """The score that a remote task gives to one answer."""
+
+    async def use(address: str) -> Score:
+        task = remote(address + path, **args)
+        try:
+            return await task.score(task.prompt(0), Completion.failed(np.empty(0, np.int32)))
+        finally:
+            await task.close()
+
+    return asyncio.run(served(app, use))
+
+
+@pytest.mark.parametrize("local", [{}, {"task": {"name": "copy"}}])
+def test_a_server_that_judges_groups_is_not_asked_for_the_score_of_one_answer(scripted, tmp_path, local):
+    (tmp_path / "compared.py").write_text(COMPARED)
+    task = {"name": f"{tmp_path}/compared.py:Shorter", "scoring": {"processes": 1}}
+    config = Config.model_validate({"task": task})
+    path = f"/{config.task.shares[0].key}"
+    with pytest.raises(ValueError, match=r"^task\.args\.url: http://\S+ judges the answers of a group") as refused:
+        judged_alone(application(config), path, **local)
+    assert str(refused.value).endswith("; allowed: a task that judges each answer alone")
+    assert "\n" not in str(refused.value)
+    rollouts = play(application(config), path, scripted([["a", END], ["bbb", END]]), n=2, **local)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("about", [{"max_turns": 1, "lowest_reward": 0.0}, {"text": "none"}, 404, 501])
+def test_a_server_that_does_not_say_whether_it_judges_groups_judges_one_answer(about):
+    async def score(_: web.Request) -> web.Response:
+        return web.json_response({"scores": [{"reward": 2.0}]})
+
+    async def say(_: web.Request) -> web.Response:
+        return web.Response(status=about) if isinstance(about, int) else web.json_response(about)
+
+    app = web.Application()
+    app.add_routes([web.post("/score", score), web.get("/about", say)])
+    assert judged_alone(app, "", task={"name": "copy"}, tries=1).reward == 2.0
 
 
 @pytest.mark.parametrize(

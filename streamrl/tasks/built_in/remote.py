@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,11 +60,15 @@ class RemoteFailed(RuntimeError):
     """A call that was not answered as it should, however often it was made."""
 
 
+class RemoteRefused(RemoteFailed):
+    """A call that the server does not take, or answers with something else: no further try mends that."""
+
+
 class Remote(TurnByTurn, Around):
     """Prompts, observations and rewards from a server (`python -m streamrl.tasks.serve`), or rewards alone."""
 
     Arguments = RemoteArguments
-    judges_groups = False  # what the server does is not known here
+    judges_groups = False  # the server is asked when it is to judge one answer
     starter = Starter(args={"url": "http://127.0.0.1:7000/copy"})
 
     def __init__(self, arguments: RemoteArguments, local: Environment | None, seed: int, split: str) -> None:
@@ -74,7 +79,7 @@ class Remote(TurnByTurn, Around):
         self.infrastructure = (*INFRASTRUCTURE, RemoteFailed)
         self._split = split
         self._caller = _Caller(arguments)
-        self._about: About | None = About() if local is not None else None
+        self._about: About | None = None
 
     def prompt(self, index: int) -> Prompt:
         """A local prompt; of a remote one its index alone, the rest comes when it is asked."""
@@ -87,14 +92,14 @@ class Remote(TurnByTurn, Around):
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
         """Raises RemoteFailed where the server gives no prompt."""
-        if self._about is None:
-            self._about = await self._caller.call("about", None, About)
-            self.lowest_reward = self._about.lowest_reward
-        if self._local is None:
-            prompt = await self._fetched(prompt.index)
-        if self._about.max_turns == 1:
+        if self._local is not None:
             return await Environment.rollout_group(self, inference, prompt, n)
-        self.max_turns = self._about.max_turns
+        about = await self._said()
+        self.lowest_reward = about.lowest_reward
+        prompt = await self._fetched(prompt.index)
+        if about.max_turns == 1:
+            return await Environment.rollout_group(self, inference, prompt, n)
+        self.max_turns = about.max_turns
         return await super().rollout_group(inference, prompt, n)
 
     async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
@@ -103,6 +108,12 @@ class Remote(TurnByTurn, Around):
         return observed.text if observed.messages is None else observed.messages
 
     async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+        """Raises ValueError where the server judges the answers of a group together."""
+        if (await self._said()).judges_groups:
+            raise ValueError(
+                f"task.args.url: {self._caller.url} judges the answers of a group together, and is asked for the score "
+                "of one; allowed: a task that judges each answer alone"
+            )
         (score,) = await self._judged(prompt, [_turns(turns)])
         return score.checked()
 
@@ -126,6 +137,17 @@ class Remote(TurnByTurn, Around):
         if self._local is not None:
             await self._local.close()
 
+    async def _said(self) -> About:
+        """What the server says of itself; a reward model may say nothing. Raises RemoteFailed."""
+        if self._about is None:
+            try:
+                self._about = await self._caller.call("about", None, About)
+            except RemoteRefused:
+                if self._local is None:
+                    raise
+                self._about = About()
+        return self._about
+
     async def _fetched(self, index: int) -> Prompt:
         reply = await self._caller.call("prompt", {"index": index, "split": self._split}, RemotePrompt)
         return msgspec.structs.replace(reply, index=index).prompt()
@@ -147,13 +169,13 @@ class _Caller:
         self._http = HttpSession(bearer(arguments.token_file))
 
     async def call(self, name: str, body: Any, reply: type[Reply]) -> Reply:
-        """The typed reply. Raises RemoteFailed after the last try, and at once for what no retry mends."""
+        """The typed reply. Raises RemoteFailed after the last try, and RemoteRefused at once for what no try mends."""
         pause, failure = self._arguments.pause, ""
         for left in reversed(range(self._arguments.tries)):
             try:
                 return msgspec.json.decode(await self._once(name, body), type=reply)
             except msgspec.DecodeError as error:
-                raise RemoteFailed(f"{self.url}/{name}: not a reply: {error}") from None
+                raise RemoteRefused(f"{self.url}/{name}: not a reply: {error}") from None
             except (aiohttp.ClientError, TimeoutError) as error:
                 failure = f"{type(error).__name__}: {error}".rstrip(": ")
             if left:
@@ -165,15 +187,15 @@ class _Caller:
         await self._http.close()
 
     async def _once(self, name: str, body: Any) -> bytes:
-        """One call. Raises RemoteFailed for a status that says that the call itself is wrong."""
+        """One call. Raises RemoteRefused for a status that says that the call itself is wrong."""
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         async with (
             asyncio.timeout(self._arguments.timeout),
             self._http.session.request(method, f"{self.url}/{name}", data=data) as response,
         ):
             content = await response.read()
-            if 400 <= response.status < 500:
-                raise RemoteFailed(
+            if 400 <= response.status < 500 or response.status == HTTPStatus.NOT_IMPLEMENTED:
+                raise RemoteRefused(
                     f"{self.url}/{name}: status {response.status}: {content[:200].decode(errors='replace')}"
                 )
             response.raise_for_status()
