@@ -235,7 +235,11 @@ class Environment(ABC):
 
     @property
     def judges_groups(self) -> bool:
-        """Does it judge the answers of a group together? Then one answer alone has no score that means anything."""
+        """Does it judge the answers of a group together? Then one answer alone has no score that means anything.
+
+        True for a class with a `score_all` of its own. One that has it for speed alone, and gives each answer what
+        `score` gives it, says `judges_groups = False`.
+        """
         return type(self).score_all is not Environment.score_all
 
     @abstractmethod
@@ -307,7 +311,7 @@ class Around(Environment):
         if task.judges_groups:
             raise ValueError(
                 f"{ARGUMENTS}.task.name: {name} judges the answers of a group together; allowed: a task that judges "
-                "each answer alone"
+                "each answer alone (a class whose score_all does says judges_groups = False)"
             )
         self._follow(task)
 

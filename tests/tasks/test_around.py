@@ -52,6 +52,13 @@ JUDGES = """
             return [Rollout(completion=each, reward=float(ranks.index(each))) for each in completions]
 
 
+    class Batched(Ranked):
+        judges_groups = False
+
+        async def score_all(self, prompt, completions):
+            return [Rollout(completion=each, reward=0.5) for each in completions]
+
+
     class Course(Environment):
         has_turns = True
         prompt = Compared.prompt
@@ -86,7 +93,8 @@ def judges(tmp_path: Path) -> dict[str, dict[str, Any]]:
     (tmp_path / "judges.py").write_text(textwrap.dedent(JUDGES))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x="}\n{"prompt": "y="}\n')
     rows = {"path": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
-    args: dict[str, dict[str, Any]] = {"Compared": {}, "Ranked": {}, "Course": {}, "Batch": rows, "Single": rows}
+    args: dict[str, dict[str, Any]] = {"Batch": rows, "Single": rows}
+    args |= {name: {} for name in ("Compared", "Ranked", "Batched", "Course")}
     return {name: {"name": f"{tmp_path}/judges.py:{name}", "args": given} for name, given in args.items()}
 
 
@@ -104,7 +112,8 @@ def test_a_task_around_another_one_has_as_many_prompts_as_that(name, split):
 def test_a_judge_of_groups_is_refused_where_each_answer_is_judged_alone(name, judge, judges):
     with pytest.raises(ValueError, match=r"^task\.args\.task\.name: .* judges the answers of a group") as refused:
         build_task(TaskConfig(name=name, args={"task": judges[judge], **JUDGING[name]}), 1, "train")
-    assert str(refused.value).endswith("; allowed: a task that judges each answer alone")
+    allowed = "a task that judges each answer alone (a class whose score_all does says judges_groups = False)"
+    assert str(refused.value).endswith(f"; allowed: {allowed}")
     assert "\n" not in str(refused.value)
 
 
@@ -114,6 +123,14 @@ def test_a_judge_of_groups_is_refused_too_where_its_class_runs_elsewhere_and_ser
         check_tasks([share], 1, "train", ONE_PROCESS)
     with pytest.raises(ValueError, match=r"^agent_type: .*:Compared judges the answers of a group together; allowed: "):
         EnvironmentAgent(TaskShare.model_validate(judges["Compared"]), 1)
+
+
+def test_a_class_that_scores_a_group_at_once_for_speed_alone_is_allowed_by_its_own_word(judges):
+    for name in ("agent", "tools"):
+        around = build_task(TaskConfig(name=name, args={"task": judges["Batched"], **AROUND[name]}), 1, "train")
+        assert around.prompt(0).text.endswith("?")
+    check_tasks([TaskShare(name="agent", args={"task": judges["Batched"], **AROUND["agent"]})], 1, "train", ONE_PROCESS)
+    EnvironmentAgent(TaskShare.model_validate(judges["Batched"]), 1)
 
 
 def test_a_course_of_several_turns_is_known_as_one_where_its_class_runs_elsewhere(judges):

@@ -97,6 +97,7 @@ def double(text: str) -> str:
 
 def test_tools_are_called_until_a_turn_has_no_call(task, scripted):
     own = task(Episodes, CHAT, tools=tools_of([double]), environment=None)
+    assert not own.judges_groups
     call = '<tool_call>{"name": "double", "arguments": {"text": "a"}}</tool_call>'
     inference = scripted([[*call, END], ["ab", END]])
     (rollout,) = play(own, inference)

@@ -39,6 +39,7 @@ class Episodes(FunctionTask):
     """Reward: of the steps, of `get_reward`, and the weighted sum of what the reward functions say."""
 
     has_turns = True
+    judges_groups = False  # a function of a batch is given one episode
     tools: ClassVar[Mapping[str, ToolFunction]] = {}
     environment: ClassVar[Any] = None  # what makes one, without arguments; None: there is none
 

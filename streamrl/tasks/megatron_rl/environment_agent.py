@@ -35,7 +35,7 @@ class EnvironmentAgent(RewardOnlyAgent):
         if self._splits[True].judges_groups:
             raise ValueError(
                 f"agent_type: {share.name} judges the answers of a group together; allowed: an agent, or a task that "
-                "judges each answer alone"
+                "judges each answer alone (a class whose score_all does says judges_groups = False)"
             )
 
     async def get_prompt(self, validation: bool) -> tuple[Prompted, Any]:
