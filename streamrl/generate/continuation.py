@@ -63,6 +63,7 @@ class Continuation:
         self._experts: np.ndarray | None = None  # int32 [tokens read, layers * top_k]
         self._verified = self._accepted = 0  # of drafts, in the parts that came to their end
         self._finish: FinishReason | None = None
+        self.fault = ""  # how a server contradicted itself: the answer stays an abort, and nothing is added any more
         self._part: _Part | None = None  # that comes in pieces
 
     def __len__(self) -> int:
@@ -84,14 +85,16 @@ class Continuation:
     @property
     def finished(self) -> bool:
         """The answer has come to an end of its own."""
-        return self._finish is not None and self._finish.type != "abort"
+        return not self.fault and self._finish is not None and self._finish.type != "abort"
+
+    @property
+    def goes_on(self) -> bool:
+        """A server can be asked for what is missing."""
+        return not self.finished and not self.fault
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the last token, None without one: only a server of this version or a newer one may go on.
-
-        Raises ValueError where the server calls its weights by no version of a policy.
-        """
+        """The version of the last token, None without one: only a server of this version or a newer one may go on."""
         return PolicyVersion.parse(self._spans[-1].version) if self._spans else None
 
     def begin(self, version: PolicyVersion, *, keeps_cache: bool = False) -> None:
@@ -103,7 +106,19 @@ class Continuation:
         self._part = _Part(str(version), keeps_cache)
 
     def add(self, part: Answer | Piece) -> None:
-        """What a server answered to the prompt, or to `rest`: the whole part, or its next piece after `begin`."""
+        """What a server answered to the prompt, or to `rest`: the whole part, or its next piece after `begin`.
+
+        Where that contradicts itself, or names no version of a policy, it is the answer's `fault`.
+        """
+        if self.fault:
+            return
+        try:
+            self._take(part)
+        except ValueError as error:
+            self.fault, self._part = f"answer {part.meta_info.id}: {error}", None
+
+    def _take(self, part: Answer | Piece) -> None:
+        """Raises ValueError."""
         if isinstance(part, Piece):
             assert self._part is not None, "a piece of no part"
             self._part.add(part)
@@ -128,9 +143,11 @@ class Continuation:
 
     def answer(self) -> Answer:
         """The whole answer, as an uninterrupted server would have given it."""
+        unfinished = FinishReason("abort", self.fault or "it was not answered to its end")
+        finish = None if self.fault else self._finish
         meta = AnswerMeta(
             id=self._id,
-            finish_reason=self._finish or FinishReason("abort", "it was not answered to its end"),
+            finish_reason=finish or unfinished,
             weight_versions=tuple(self._spans),
             output_token_logprobs=self._logprobs,
             routed_experts=self._routed(),
@@ -142,7 +159,10 @@ class Continuation:
         return Answer(output_ids=self._ids, meta_info=meta)
 
     def _join(self, meta: AnswerMeta | PieceMeta, ids: list[int], logprobs: Logprobs, kept: Kept | None) -> None:
-        """A part that came to its end."""
+        """A part that came to its end. Raises ValueError."""
+        for span in meta.weight_versions:
+            if span.end > span.start:
+                PolicyVersion.parse(span.version)
         self._id = self._id or meta.id
         self._finish = meta.finish_reason
         self._verified += meta.spec_verify_ct
@@ -186,8 +206,8 @@ class Continuation:
         ValueError where their number does not fit the tokens.
         """
         prompt, read = self._prompt_tokens, self._prompt_tokens + len(self._ids) - 1
-        if len(told) % read:
-            raise ValueError(f"answer {self._id}: {len(told)} routed experts for {read} tokens that were read")
+        if read < 1 or len(told) % read:
+            raise ValueError(f"{len(told)} routed experts for {read} tokens that were read")
         experts = told.reshape(read, -1).copy()
         known = 0 if self._experts is None else len(self._experts)
         if self._experts is not None:
@@ -231,7 +251,7 @@ class _Part:
         meta, new = piece.meta_info, len(piece.output_ids)
         start = meta.completion_tokens - new
         if start not in (0, len(self.ids)):
-            raise ValueError(f"answer {meta.id}: a piece begins at token {start}, {len(self.ids)} are known")
+            raise ValueError(f"a piece begins at token {start}, {len(self.ids)} are known")
         self.id = meta.id
         self.ids[start:] = piece.output_ids
         self.logprobs[start:] = meta.output_token_logprobs[-new:] if new else []
@@ -247,5 +267,5 @@ def _kept(meta: AnswerMeta | PieceMeta, tokens: int) -> Kept | None:
     if sets is None or logprobs is None:
         return None
     if len(sets) != len(logprobs) or len(sets) < tokens:
-        raise ValueError(f"answer {meta.id}: {len(sets)} kept sets and {len(logprobs)} log-probs of {tokens} tokens")
+        raise ValueError(f"{len(sets)} kept sets and {len(logprobs)} log-probs of {tokens} tokens")
     return list(zip(logprobs[-tokens:], sets[-tokens:], strict=True)) if tokens else []

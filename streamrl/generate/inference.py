@@ -84,7 +84,7 @@ class Load:
 
 
 class PartlyAnswered(EngineError):
-    """A request that a server refused when it had given tokens: `answers` are all of it.
+    """A request that a server refused when it had given tokens, or contradicted itself in: `answers` are all of it.
 
     What is finished is whole, the others are aborts with what is known of them.
     """

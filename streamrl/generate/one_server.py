@@ -15,7 +15,7 @@ from typing import Any
 from streamrl.engine.answers import Answer, Piece
 from streamrl.generate.continuation import Continuation
 from streamrl.generate.inference import Policy
-from streamrl.generate.requests import end_request
+from streamrl.generate.requests import end_request, without_faults
 from streamrl.generate.served import ServedModel
 from streamrl.generate.stop_strings import EVERY, StopStrings
 from streamrl.types import PolicyVersion
@@ -48,7 +48,7 @@ class OneServer:
         ends: StopStrings | None = None,
         **options: Any,
     ) -> list[Answer]:
-        """As `Policy` has it; with `ends`, one answer alone. Raises EngineError."""
+        """As `Policy` has it; with `ends`, one answer alone. Raises EngineError, PartlyAnswered for a contradiction."""
         if ends is None:
             return await self._policy.generate(input_ids, sampling, n, request_id, **options)
         name = request_id or uuid.uuid4().hex
@@ -58,7 +58,7 @@ class OneServer:
 
         def add(piece: Piece) -> None:
             answer.add(piece)
-            if not ending and not answer.finished and answer.ended:
+            if not ending and answer.goes_on and answer.ended:
                 ending.append(asyncio.create_task(end_request(self._policy, name)))
 
         in_pieces: dict[str, Any] = {**options, "pieces": add, "every": EVERY}
@@ -68,7 +68,7 @@ class OneServer:
             for task in ending:
                 task.cancel()
         answer.cut()
-        return [answer.answer()]
+        return without_faults([answer], [answer.answer()])
 
     async def abort(self, request_id: str = "") -> None:
         await self._policy.abort(request_id)

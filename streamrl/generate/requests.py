@@ -23,6 +23,7 @@ from streamrl.generate.continuation import Continuation
 from streamrl.generate.inference import PartlyAnswered, Policy, ServerPolicy
 from streamrl.generate.prefill_scoring import PrefillScoring, can_be_scored
 from streamrl.generate.stop_strings import EVERY, StopStrings
+from streamrl.tasks.episodes import together
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -99,8 +100,8 @@ class GroupPolicy:
     ) -> list[Answer]:
         """`n` answers, each whole, or an abort where it was ended by its id or could not go on.
 
-        Raises EngineError where a server refuses the request: PartlyAnswered where it had given tokens. With `ends`,
-        one answer alone.
+        Raises EngineError where a server refuses the request: PartlyAnswered where it had given tokens, or where it
+        contradicted itself in one of the answers. With `ends`, one answer alone.
         """
         every = self._every if ends is None else min(EVERY, self._every or EVERY)
         if 0 < every < sampling["max_new_tokens"]:
@@ -117,9 +118,8 @@ class GroupPolicy:
         answers = [Continuation(input_ids, sampling, None if ends is None else ends.found) for _ in range(n)]
         try:
             await request.first(answers, input_ids, sampling, floor)
-            if rests := [request.rest(answer, floor) for answer in answers if not answer.finished]:
-                await asyncio.gather(*rests)
-            return await request.scored(answers)
+            await together(request.rest(answer, floor) for answer in answers if answer.goes_on)
+            return without_faults(answers, await request.scored(answers))
         finally:
             del self._running[name]
             self._ended.discard(name)
@@ -194,7 +194,7 @@ class _Request:
     async def rest(self, answer: Continuation, floor: PolicyVersion) -> None:
         """Ask for what is missing of one answer, until it is whole."""
         stalls = tries = 0
-        while not answer.finished and not self._over.is_set() and stalls < STALLS:
+        while answer.goes_on and not self._over.is_set() and stalls < STALLS:
             before = len(answer)
             try:
                 lost = await self._ask([answer], *answer.rest(), max(floor, answer.version or floor))
@@ -264,7 +264,7 @@ class _Request:
         def add(piece: Piece) -> None:
             answers[piece.index].add(piece)
             self._score((answers[piece.index],), place)
-            if self._ending is None and not answers[piece.index].finished and answers[piece.index].ended:
+            if self._ending is None and answers[piece.index].goes_on and answers[piece.index].ended:
                 self._ending = asyncio.ensure_future(self._end_part())
 
         return add
@@ -303,6 +303,13 @@ async def end_request(policy: Policy, request_id: str) -> None:
         await policy.abort(request_id)
     except EngineError as error:
         log.info("request %s was not ended: %s", request_id, error)
+
+
+def without_faults(asked: Sequence[Continuation], answers: list[Answer]) -> list[Answer]:
+    """The `answers` that were `asked` for. Raises PartlyAnswered where a server contradicted itself in one of them."""
+    if faults := [each.fault for each in asked if each.fault]:
+        raise PartlyAnswered(EngineError("", "/generate", 200, "; ".join(faults)), answers)
+    return answers
 
 
 def _is_refusal(error: EngineError) -> bool:

@@ -198,12 +198,30 @@ def test_a_piece_that_was_told_after_an_update_in_the_first_interval_is_nobodys(
     assert (len(answer), answer.version) == (0, None)
 
 
-def test_a_missing_piece_is_an_error():
+def test_a_missing_piece_is_a_fault():
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1))
     answer.add(piece(0, 3, "1.0"))
-    with pytest.raises(ValueError, match="begins at token 5, 3 are known"):
-        answer.add(piece(5, 7, "1.0"))
+    answer.add(piece(5, 7, "1.0"))
+    assert answer.fault == "answer a: a piece begins at token 5, 3 are known"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        (part(0, 5, "stop", ("1.0", 0, 5), experts=EXPERTS[:5]), "5 routed experts for 7 tokens that were read"),
+        (
+            part(0, 5, "abort", ("1.0-partial", 0, 5)),
+            "policy version '1.0-partial' is not of the form STEP.INCARNATION",
+        ),
+    ],
+)
+def test_an_answer_in_which_a_server_contradicts_itself_stays_an_abort(wrong: Answer, fault: str):
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.add(wrong)
+    answer.add(part(5, 9, "stop", ("2.0", 0, 4)))
+    assert (answer.finished, answer.goes_on) == (False, False)
+    assert answer.answer().meta_info.finish_reason == FinishReason("abort", f"answer a: {fault}")
 
 
 def stamps(answer: Continuation) -> list[tuple[str, int, int, bool]]:

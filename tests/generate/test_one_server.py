@@ -14,7 +14,7 @@ from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, Pie
 from streamrl.engine.client import EngineError
 from streamrl.generate import served
 from streamrl.generate.engines.sglang import Sglang
-from streamrl.generate.inference import EngineInference
+from streamrl.generate.inference import EngineInference, PartlyAnswered
 from streamrl.generate.one_server import OneServer
 from streamrl.generate.pinning import Pinning
 from streamrl.generate.stop_strings import EVERY, StopStrings
@@ -167,3 +167,20 @@ def test_an_answer_that_the_server_cannot_be_told_to_end_is_whole_and_cut_by_who
     (answer,) = asyncio.run(OneServer.of(server).generate([1], {"max_new_tokens": 40}, 1, ends=ends))
     assert len(answer.output_ids) == 40
     assert tokenizer.text([ends.cut(answer, 1).output_ids]) == [WRITES[: WRITES.index(STOP) + len(STOP)]]
+
+
+def test_a_server_that_contradicts_itself_costs_the_answer_alone(tokenizer):
+    class Skips(Endless):
+        """It leaves pieces out."""
+
+        def _piece(self, ids: list[int], end: int, finish: FinishReason | None) -> Piece:
+            return super()._piece(ids, end + (end > EVERY), finish)
+
+    server = Skips(tokenizer, V7)
+    policy = OneServer(server, V7)
+
+    async def run() -> None:
+        with pytest.raises(PartlyAnswered, match="a piece begins at token"):
+            await policy.generate([1, 2], {"max_new_tokens": 60}, 1, ends=StopStrings(["never"], tokenizer))
+
+    asyncio.run(run())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from streamrl.config import Config
@@ -16,7 +18,7 @@ from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, Pie
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.generate import requests
 from streamrl.generate.gate import GatedPolicy, RequestGate
-from streamrl.generate.inference import Policy
+from streamrl.generate.inference import PartlyAnswered, Policy
 from streamrl.generate.requests import STALLS, GroupPolicy, Place
 from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.sources import make_source
@@ -303,6 +305,61 @@ def test_of_a_request_for_several_answers_those_that_came_to_their_end_are_whole
     assert told == [([7, 8], "abort", both), ([], "abort", ()), ([5, 9], "stop", both)]
     assert script.left.is_set()  # so that a server ends what is left of it
     assert script.ended == []
+
+
+class Parts(Script):
+    """A policy that gives the first parts of several answers, and then what `further` does."""
+
+    def __init__(self, *parts: Answer, further: Callable[[int], Awaitable[Answer]] | None = None) -> None:
+        super().__init__()
+        self.parts, self.further = parts, further
+
+    async def generate(self, *request: Any, **options: Any) -> list[Answer]:
+        self.asked.append(request)
+        return (
+            list(self.parts) if self.further is None or len(self.asked) == 1 else [await self.further(len(self.asked))]
+        )
+
+
+def test_a_server_that_contradicts_itself_in_one_answer_costs_that_one():
+    right = answer([7, 8], "stop")
+    wrong = replace(right, meta_info=replace(right.meta_info, routed_experts=base64.b64encode(bytes(20)).decode()))
+
+    async def run() -> list[Answer]:
+        policy = GroupPolicy(Some(one=Parts(wrong, right)), "group", PolicyVersion(0), 0)
+        with pytest.raises(PartlyAnswered, match="5 routed experts for 3 tokens that were read") as raised:
+            await policy.generate([1, 2], {"max_new_tokens": 6}, 2, "request")
+        return list(raised.value.answers)
+
+    found = asyncio.run(run())
+    assert [(each.output_ids, each.meta_info.finish_reason.type) for each in found] == [
+        ([7, 8], "abort"),
+        ([7, 8], "stop"),
+    ]
+    assert found[1] == right
+
+
+def test_nothing_is_drawn_for_a_request_that_has_failed():
+    left = asyncio.Event()
+
+    async def further(asked: int) -> Answer:
+        if asked == 2:
+            await asyncio.sleep(0)
+            raise RuntimeError("a defect")
+        try:
+            await asyncio.sleep(600)
+        finally:
+            left.set()
+        raise AssertionError
+
+    async def run() -> None:
+        cut = answer([7, 8], "abort", "0.0")
+        policy = GroupPolicy(Some(one=Parts(cut, cut, further=further)), "group", PolicyVersion(0), 0)
+        with pytest.raises(RuntimeError, match="a defect"):
+            await policy.generate([1, 2], {"max_new_tokens": 6}, 2, "request")
+        assert left.is_set()
+
+    asyncio.run(run())
 
 
 def test_a_request_that_waits_for_a_server_can_be_ended():
