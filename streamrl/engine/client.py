@@ -295,9 +295,9 @@ class EngineClient:
         }
         await self._post("/update_weights_from_disk", body, timeout)
 
-    async def update_weight_version(self, version: str) -> None:
+    async def update_weight_version(self, version: str, timeout: float) -> None:
         """Rename the weights that the server holds; requests in flight are not touched."""
-        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout)
 
     async def load_adapter(self, name: str, folder: str, timeout: float) -> None:
         """Take in the PEFT folder of that path on the server's machine; requests then choose it by `name`."""

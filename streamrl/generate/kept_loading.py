@@ -77,11 +77,11 @@ class KeptLoading:
         await self._client.end_weight_update(self._timeout)
         faults, touched = self._read(receipts)
         if not faults:
-            await self._client.update_weight_version(str(version))
+            await self._client.update_weight_version(str(version), self._timeout)
             self._update.whole = True
             return
         if was_whole and not touched:
-            await self._client.update_weight_version(former)
+            await self._client.update_weight_version(former, self._timeout)
             self._update.whole = True
         raise EngineError(self._client.address, "/update_weights_from_tensor", 200, "; ".join(faults))
 

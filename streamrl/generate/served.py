@@ -309,7 +309,7 @@ async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft
     if info.weight_version == str(INITIAL):
         return
     if info.weight_version == "default":  # SGLang's own name for what it was started with
-        await client.update_weight_version(str(INITIAL))
+        await client.update_weight_version(str(INITIAL), timeout)
         return
     # The disk transport leaves the server with the path of a version's folder in place of its first one.
     initial = str(model.resolve()) if _is_published(info.model_path) else info.model_path
@@ -320,7 +320,7 @@ async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft
         )
     log.info("%s has version %s: loading %s again", client.address, info.weight_version, initial)
     await end_open_update(client, timeout)
-    await client.update_from_disk(initial, str(INITIAL))
+    await client.update_from_disk(initial, str(INITIAL), timeout=timeout)
     await client.resume(timeout)
 
 

@@ -67,7 +67,7 @@ class DiskSink(Sink):
         SGLang gives the weights their new name only when all of them are loaded.
         """
         try:
-            await self._client.update_weight_version(f"{version}-partial")
+            await self._client.update_weight_version(f"{version}-partial", self._timeout)
         except EngineError as error:
             log.warning("the server keeps its former version's name: %s", error)
 

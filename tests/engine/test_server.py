@@ -168,7 +168,7 @@ def test_a_server_obeys_its_keys_and_shows_them_to_no_other_user(model_folders, 
         return client.generate([5, 6], {"max_new_tokens": 1}, n=1)
 
     def command(client: EngineClient) -> Awaitable[object]:
-        return client.update_weight_version("9.0")
+        return client.update_weight_version("9.0", DEADLINE)
 
     async def run() -> list[tuple[int | None, ...]]:
         client = EngineClient(server.address, DEADLINE, keys)

@@ -170,7 +170,7 @@ def test_an_attached_server_that_cuts_prefills_is_refused_where_they_are_to_be_t
 def test_an_answer_whose_server_has_another_version_by_then_keeps_the_log_probs_of_decode(fresh_server):
     class Renamed(Client):
         async def before(self) -> None:
-            await self.update_weight_version("1.0")
+            await self.update_weight_version("1.0", TIMEOUT)
 
     answers, client = answers_of(fresh_server.address, Renamed)
     assert len(client.prefilled) == len(answers) == 4

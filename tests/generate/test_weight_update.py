@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.config.publish import PublishConfig
+from streamrl.engine.answers import ModelInfo
 from streamrl.engine.client import EngineError
+from streamrl.engine.kept_memory import Place
+from streamrl.engine.load_plan import LOADER, Receipt, Receipts
 from streamrl.generate.gate import RequestGate
+from streamrl.generate.kept_loading import KeptLoading
 from streamrl.generate.weight_update import WeightUpdate
+from streamrl.publish.disk_sink import DiskSink
+from streamrl.publish.transport import DiskManifest, PublishError
+from streamrl.types import PolicyVersion
 
 REFUSED = EngineError("http://s", "/pause_generation", 500, "no")
 LATE = EngineError("http://s", "/pause_generation", None, "none in 60 s", late=True)
@@ -68,3 +79,65 @@ def test_a_server_with_parts_of_two_versions_that_cannot_be_paused_takes_no_requ
     client = Unwilling(REFUSED, goes_on=True)
     assert not updated(client, "drain", whole=False).is_open
     assert client.told == ["pause"]
+
+
+class Timed:
+    """A server of which is known how long it may take for a name."""
+
+    address = "http://s"
+
+    def __init__(self) -> None:
+        self.named: list[tuple[str, float]] = []
+
+    async def server_info(self, timeout: float) -> dict[str, Any]:
+        return {"custom_weight_loader": [LOADER]}
+
+    async def model_info(self, timeout: float) -> ModelInfo:
+        return ModelInfo(weight_version="0.0", model_path="")
+
+    async def begin_weight_update(self, timeout: float) -> None: ...
+
+    async def update_from_tensor(self, payloads: list[str], **_: Any) -> None: ...
+
+    async def update_from_disk(self, *_: Any, **__: Any) -> None:
+        raise REFUSED
+
+    async def end_weight_update(self, timeout: float) -> None: ...
+
+    async def update_weight_version(self, version: str, timeout: float) -> None:
+        self.named.append((version, timeout))
+
+
+class AtOnce:
+    """An update for which no request has to wait."""
+
+    whole = flush_cache = True
+
+    @contextlib.asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        yield
+
+
+@pytest.mark.parametrize(("status", "name"), [("loaded", "1.0"), ("refused", "0.0")])
+def test_a_server_has_no_longer_for_a_name_than_for_other_calls_of_an_update(
+    status: str, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    def told(_: Receipts) -> Iterator[Receipt]:
+        yield Receipt(status=status)
+
+    monkeypatch.setattr(Receipts, "read", told)
+    client = Timed()
+    loading = KeptLoading(client, AtOnce(), 7.0, 1)
+    place = Place(path="", token="", sequence=0, offsets=(), sizes=())
+    with contextlib.suppress(EngineError):
+        asyncio.run(loading.load(PolicyVersion(1), place, (), False))
+    assert client.named == [(name, 7.0)]
+
+
+def test_a_server_with_parts_of_two_versions_has_no_longer_for_a_name_either(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("streamrl.publish.disk_sink._check", lambda plan: None)
+    client = Timed()
+    manifest = msgspec.to_builtins(DiskManifest(folder="", checksum=""))
+    with pytest.raises(PublishError):
+        asyncio.run(DiskSink(client, AtOnce(), 7.0).apply(PolicyVersion(1), manifest))
+    assert client.named == [("1.0-partial", 7.0)]

@@ -96,7 +96,7 @@ def test_an_attached_server_is_brought_to_the_initial_weights_and_outlives_the_w
         client = EngineClient(fresh_server.address, timeout=60)
         try:
             if version is not None:  # what a worker that died in the middle of an update leaves
-                await client.update_weight_version(version)
+                await client.update_weight_version(version, 60)
             return (await client.model_info()).weight_version
         finally:
             await client.close()
