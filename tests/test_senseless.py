@@ -54,7 +54,15 @@ from tests.operations_table import GOES_ON, documented
         (["replay.groups_per_step=60000"], "replay.groups_per_step: 60000 groups are 1875 rounds of the 32"),
         (
             ["generate.request_timeout=600", "generate.stream_every=0"],
-            "generate.request_timeout: 600 s, and with generate.stream_every=0 an answer that takes longer is",
+            "generate.request_timeout: 600 s, and with generate.stream_every=0 an answer of up to",
+        ),
+        (
+            ["generate.request_timeout=600", "generate.stream_every=64", "generate.sampling.max_new_tokens=64"],
+            "generate.request_timeout: 600 s, and with generate.stream_every=64 an answer of up to 64 tokens",
+        ),
+        (
+            ["generate.request_timeout=60", "generate.stream_every=8", "evaluate.every=1"],
+            "generate.request_timeout: 60 s, and an answer of an evaluation that takes longer is lost, before evaluate",
         ),
         (["learner.ranks=128"], "learner.ranks: 128 hold 128 copies of the model, and an update has 64 samples"),
     ],
@@ -63,6 +71,19 @@ def test_each_of_them_is_one_line_that_names_key_and_value(overrides, said):
     (line,) = warnings(load(None, overrides))
     assert said in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["generate.stream_every=64", "generate.sampling.max_new_tokens=64", "evaluate.every=1"],
+        ["generate.request_timeout=60", "generate.stream_every=8"],
+        ["generate.request_timeout=240", "generate.stream_every=8", "evaluate.every=1"],
+    ],
+    ids=["no limit", "no evaluation", "as long as the evaluation"],
+)
+def test_a_limit_of_requests_that_costs_no_answer_is_not_warned_of(keys):
+    assert warnings(load(None, keys)) == []
 
 
 def test_what_acts_behind_the_first_update_alone_is_told_of_where_there_is_no_second():

@@ -176,13 +176,7 @@ def _out_of_proportion(config: Config) -> Iterator[str]:
             f"replay.lease: {replay.lease:g} s outlasts fewer than {LEASE_OF_HEARTBEATS} heartbeats "
             f"(generate.heartbeat={config.generate.heartbeat:g} s): one that is late costs its worker's tickets"
         )
-    for pool in config.generate.each_pool:
-        if pool.request_timeout is not None and pool.request_timeout < replay.group_timeout and not pool.stream_every:
-            yield (
-                f"generate.request_timeout: {pool.request_timeout:g} s, and with generate.stream_every=0 an answer "
-                "that takes longer is drawn again from its beginning, until replay.group_timeout="
-                f"{replay.group_timeout:g}: long answers are lost; usual: null, or stream_every above 0"
-            )
+    yield from _late_answers(config)
     places = sum(pool.workers * most_requests(config, pool) for pool in config.generate.each_pool)
     places = math.ceil(places / config.generate.group_size)
     if replay.groups_per_step > MANY_ROUNDS * places:
@@ -197,4 +191,25 @@ def _out_of_proportion(config: Config) -> Iterator[str]:
         yield (
             f"learner.ranks: {learner.ranks} hold {copies} copies of the model, and an update has {samples} samples: "
             f"{copies - samples} copies never have one"
+        )
+
+
+def _late_answers(config: Config) -> Iterator[str]:
+    """Requests that are late before their answers are."""
+    longest, evaluate = config.replay.group_timeout, config.evaluate
+    for pool in config.generate.each_pool:
+        tokens = pool.sampling.max_new_tokens
+        streams = 0 < pool.stream_every < tokens
+        if pool.request_timeout is not None and pool.request_timeout < longest and not streams:
+            yield (
+                f"generate.request_timeout: {pool.request_timeout:g} s, and with generate.stream_every="
+                f"{pool.stream_every} an answer of up to {tokens} tokens that takes longer is drawn again from its "
+                f"beginning, until replay.group_timeout={longest:g}: long answers are lost; usual: null, or "
+                "stream_every above 0 and below max_new_tokens"
+            )
+    limit = config.of_worker(evaluate.worker).generate.request_timeout if evaluate.every else None
+    if limit is not None and limit < evaluate.timeout:
+        yield (
+            f"generate.request_timeout: {limit:g} s, and an answer of an evaluation that takes longer is lost, before "
+            f"evaluate.timeout={evaluate.timeout:g}; usual: null"
         )
