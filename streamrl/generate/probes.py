@@ -24,8 +24,9 @@ async def answer_probes(
     """Write one event `probe` for each of the first `generate.probes` prompts of the first task's probe split.
 
     Its fields: `moment` (start | end), `index`, `prompt`, `expected`, `answer`, `reward`. Of prompts that are too long
-    the run asks others, or a part, as it does of trained ones. Whatever its task raises costs a probe, or all of them
-    where the task cannot be loaded, and is logged. Raises EngineError for a server that cannot be reached.
+    the run asks others, or a part, as it does of trained ones. Whatever its task raises is logged, and costs a probe,
+    all where the task cannot be loaded, none where it cannot be closed. Raises EngineError for a server that cannot
+    be reached.
     """
     try:
         task = await _hosted(config, run_folder)
@@ -50,7 +51,10 @@ async def answer_probes(
             except Exception as error:  # the policy for foreign tasks: it costs the probe, not the run
                 log.warning("probe %d at the %s was not answered: %s", index, moment, describe(error))
     finally:
-        await task.close()
+        try:
+            await task.close()
+        except Exception as error:  # the policy for foreign tasks: what it holds may stay, the run goes on
+            log.warning("probes at the %s: their task was not closed: %s", moment, describe(error))
 
 
 async def _hosted(config: Config, run_folder: Path) -> Environment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,15 @@ def test_a_task_that_cannot_be_loaded_costs_the_probes_alone(error, scripted, an
     assert answered(scripted([]), error) == []
     assert "probes at the start were not answered: " in caplog.text
     assert "nobody answers" in caplog.text
+
+
+def test_a_task_that_cannot_be_closed_costs_nothing(scripted, answered, caplog):
+    class Open(Copy):
+        async def close(self) -> None:
+            raise subprocess.TimeoutExpired("adapter.py", 15.0)
+
+    assert [probe["answer"] for probe in answered(scripted([ANSWER] * 2), copying(Open))] == ["caf", "caf"]
+    assert "probes at the start: their task was not closed: TimeoutExpired: " in caplog.text
 
 
 def test_a_server_that_cannot_be_reached_is_the_workers_matter(scripted, answered):
