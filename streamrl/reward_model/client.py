@@ -83,7 +83,8 @@ class RewardModels:
                 if reason is None or not was_cut:
                     reason = f"reward-model-{index}: {failed}"
                 self._rests[index] = time.monotonic() + self._settings.retry
-                self._events.emit("reward_model.unanswered", index=index, prompt=prompt.index, reason=str(failed))
+                fields = {"index": index, "task_prompt_index": prompt.index, "reason": str(failed)}
+                self._events.emit("reward_model.unanswered", **fields)
         patience = f"{self._settings.patience:g} s"
         raise ScorerUnready(
             f"no reward model has answered in reward_model.patience={patience}: {reason or 'none listens'}"

@@ -24,7 +24,7 @@ from streamrl.generate import worker_process
 from streamrl.observe.events import EventLog, Events
 from streamrl.reward_model.batches import Batches, Waiting
 from streamrl.reward_model.classifier import Classifier
-from streamrl.reward_model.client import RewardModels
+from streamrl.reward_model.client import RewardModels, Unanswered
 from streamrl.reward_model.folder import check_folder
 from streamrl.reward_model.service import Service
 from streamrl.reward_model.wire import PATH, Ask, BadReply, Turn, scores_of, write_address
@@ -287,3 +287,32 @@ def test_a_worker_that_waits_in_vain_closes_the_tasks_that_it_has_loaded(tmp_pat
     with pytest.raises(TimeoutError, match="no reward model was ready"):
         asyncio.run(start())
     assert closed == ["task"]
+
+
+def test_a_call_that_is_not_answered_is_told_with_the_index_by_which_its_task_knows_the_prompt(folder, tmp_path):
+    class Told(Events):
+        def emit(self, event: str, /, **fields) -> None:
+            told.append((event, fields))
+
+    class Once(RewardModels):
+        """Its first call is not answered."""
+
+        async def _ask(self, *_):
+            if not told:
+                raise Unanswered("status 503")
+            return [1.0]
+
+    told: list[tuple[str, dict]] = []
+    config = config_of(folder, retry=0.01)
+    bearer_token(key_folder(config, tmp_path), "api")
+    write_address(tmp_path, 0, "http://127.0.0.1:1")
+
+    async def run() -> list[float | str]:
+        models = Once(config, tmp_path, Told())
+        try:
+            return await models.scores(Prompt(index=7, text="1+1="), ["2"])
+        finally:
+            await models.close()
+
+    assert asyncio.run(run()) == [1.0]
+    assert told == [("reward_model.unanswered", {"index": 0, "task_prompt_index": 7, "reason": "status 503"})]
