@@ -23,11 +23,11 @@ from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.observe.bars import Report, silent
-from streamrl.tasks.cut import Cut
-from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
+from streamrl.tasks.asking import Handle, find_prompt, roll_out
+from streamrl.tasks.environment import EXACT, Completion, Environment, Prompt, Rollout
 from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import check_tasks, host_tasks
-from streamrl.tasks.left_out import fitting_prompt, fitting_size
+from streamrl.tasks.left_out import fitting_size
 from streamrl.tasks.scoring import says_nothing
 from streamrl.types import PolicyVersion
 
@@ -37,20 +37,16 @@ log = logging.getLogger(__name__)
 ORDER = 0
 
 
-class Handle(Inference, Protocol):
+class TellingHandle(Handle, Protocol):
     """An inference handle that says what went wrong."""
 
     failures: list[str]
-
-    def cut_prompt(self, prompt: Prompt, cut: Cut) -> None: ...
-
-    async def hold_images(self, references: Sequence[str]) -> object: ...
 
 
 class Handles(Protocol):
     """Gives a new handle to the policy that is evaluated, for one prompt."""
 
-    def __call__(self, *, greedy: bool, deadline: float) -> Handle:
+    def __call__(self, *, greedy: bool, deadline: float) -> TellingHandle:
         """`deadline`: seconds, on the event loop's clock."""
         ...
 
@@ -126,12 +122,12 @@ class Walk:
         wanted = [(False, self._settings.samples)] + [(True, 1)] * self._settings.greedy
         try:
             async with asyncio.timeout_at(self._deadline + SCORING_TIME):
-                prompt = await fitting_prompt(task, index, self._tokenise)
+                prompt = await find_prompt(task, self._handles(greedy=True, deadline=self._deadline), index)
         except Exception as error:  # the policy for foreign tasks: the prompt is left out, not the evaluation
             reason = f"the prompt was not made: {describe(error)}"
             log.warning("prompt %d was not evaluated: %s", index, reason)
             return Question(index=index, prompt="", missing=sum(n for _, n in wanted), reasons=(reason,))
-        found = await asyncio.gather(*(self._answers(task, prompt, greedy, n) for greedy, n in wanted))
+        found = await asyncio.gather(*(self._answers(task, index, prompt, greedy, n) for greedy, n in wanted))
         sampled, greedy = found[0][0], found[1][0] if len(found) > 1 else []
         return Question(
             index=index,
@@ -144,28 +140,18 @@ class Walk:
             reasons=tuple(dict.fromkeys(reason for _, reasons in found for reason in reasons)),
         )
 
-    async def _tokenise(self, prompt: Prompt) -> np.ndarray:
-        handle = self._handles(greedy=True, deadline=self._deadline)
-        if prompt.images:
-            await handle.hold_images(prompt.images)
-        return handle.prompt_ids(prompt.content)
-
     async def _answers(
-        self, task: Environment, prompt: Prompt, greedy: bool, n: int
+        self, task: Environment, index: int, prompt: Prompt, greedy: bool, n: int
     ) -> tuple[list[Judged], Sequence[str]]:
-        """The judged answers, at most `n`, and why others are missing."""
+        """The judged answers, at most `n`, to the prompt that was asked for as `index`, and why others are missing."""
         handle = self._handles(greedy=greedy, deadline=self._deadline)
-        if task.cut is not None:
-            handle.cut_prompt(prompt, task.cut)
         try:
             async with asyncio.timeout_at(self._deadline + SCORING_TIME):
-                if prompt.images:
-                    await handle.hold_images(prompt.images)
-                rollouts = await task.rollout_group(handle, prompt, n)
+                rollouts = await roll_out(task, handle, prompt, n)
         except EngineError:
             raise
         except Exception as error:  # the policy for foreign tasks: the prompt is left out, not the evaluation
-            log.warning("prompt %d was not evaluated: %s: %s", prompt.index, type(error).__name__, error)
+            log.warning("prompt %d was not evaluated: %s: %s", index, type(error).__name__, error)
             return [], [*handle.failures, f"{type(error).__name__}: {error}"]
         judged, broken = [], says_nothing(rollouts)
         for rollout in rollouts:

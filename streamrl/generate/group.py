@@ -21,9 +21,9 @@ from streamrl.generate.inference import EngineInference
 from streamrl.generate.moe_routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.stream.contiguous import arena_of
+from streamrl.tasks.asking import find_prompt, roll_out
 from streamrl.tasks.environment import Completion, Environment, Prompt, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready, describe
-from streamrl.tasks.left_out import fitting_prompt
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import Scoring, judgements, says_nothing
 from streamrl.tasks.weighted import Weighted
@@ -126,18 +126,9 @@ def _end_of(
 
 
 async def ask(task: Environment, inference: EngineInference, index: int, n: int) -> tuple[Prompt, list[Rollout]]:
-    """The prompt of `index`, of those that fit or cut to fit, and `n` rollouts of it.
-
-    Raises EngineError as `inference` does, ValueError for another number of rollouts, and whatever the task raises.
-    """
-    prompt = await fitting_prompt(task, index, inference.ids_of)
-    await inference.hold_images(prompt.images)
-    if task.cut is not None:
-        inference.cut_prompt(prompt, task.cut)
-    rollouts = await task.rollout_group(inference, prompt, n)
-    if len(rollouts) != n:
-        raise ValueError(f"the task gave {len(rollouts)} rollouts, {n} were asked for")
-    return prompt, rollouts
+    """The prompt of `index` and `n` rollouts of it. Raises as `find_prompt` and `roll_out`."""
+    prompt = await find_prompt(task, inference, index)
+    return prompt, await roll_out(task, inference, prompt, n)
 
 
 async def _outcome(

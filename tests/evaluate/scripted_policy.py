@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.engine.client import EngineError
-from streamrl.tasks.environment import Completion, Message
+from streamrl.tasks.cut import Cut
+from streamrl.tasks.environment import Completion, Message, Prompt
 from streamrl.types import PolicyVersion, VersionSpan
 
 V7 = PolicyVersion(7)
@@ -80,6 +81,13 @@ class ScriptedHandle:
         finally:
             policy.running -= 1
         return [policy.draw(symbol, self._greedy) for _ in range(n)]
+
+    async def ids_of(self, prompt: Prompt) -> np.ndarray:
+        return np.zeros(2, np.int32)
+
+    async def hold_images(self, references: Sequence[str]) -> None: ...
+
+    def cut_prompt(self, prompt: Prompt, cut: Cut) -> None: ...
 
     prompt_ids: Callable[..., np.ndarray] = None  # type: ignore[assignment]  # not used by tasks of one turn
     added_ids: Callable[..., np.ndarray] = None  # type: ignore[assignment]

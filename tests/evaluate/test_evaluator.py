@@ -12,7 +12,7 @@ from streamrl.config import Config
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.evaluator import Walk, evaluate, host_evaluated
 from streamrl.evaluate.results import Evaluation, Question
-from streamrl.tasks.environment import Completion, Environment, Prompt, Score
+from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.registry import build_task
 from tests.evaluate.scripted_policy import V7, ScriptedPolicy
 
@@ -184,3 +184,24 @@ def test_a_prompt_that_cannot_be_made_is_left_out_and_counted_and_the_others_are
     assert [question.missing for question in walk.questions["own"]] == [0, 2, 0]
     (reason,) = walk.questions["own"][1].reasons
     assert reason.startswith("the prompt was not made: KeyError: 'no row' (")
+
+
+class Doubling(WithoutAPrompt):
+    """It gives twice as many rollouts as it is asked for, and numbers its prompts by itself."""
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index=index + 40, text="a=", answer="a")
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        return await super().rollout_group(inference, prompt, 2 * n)
+
+
+def test_another_number_of_rollouts_is_refused_and_told_by_the_index_that_was_asked_for(caplog) -> None:
+    settings = Config.model_validate({"evaluate": {"samples": 2}}).evaluate
+    walk = Walk(settings, {"own": Doubling()}, {"own": 1}, ScriptedPolicy(CHANCES), V7)
+    asyncio.run(walk.run())
+    (question,) = walk.questions["own"]
+    assert (question.index, question.answers, question.greedy, question.missing) == (0, (), None, 3)
+    assert "ValueError: the task gave 4 rollouts, 2 were asked for" in question.reasons
+    assert "prompt 0 was not evaluated: ValueError: the task gave 4 rollouts, 2 were asked for" in caplog.text
+    assert "prompt 40" not in caplog.text
