@@ -46,7 +46,9 @@ class TransformersPolicy:
         """Load the weights. `dtype`: torch's name. Raises EngineRefused for a folder that transformers cannot load."""
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # a bar of a thread that ends with its process may hold the lock of all bars
         if device == "cuda" and not torch.cuda.is_available():
             raise EngineRefused(NAME, "device: cuda is not there; allowed: cpu")
         try:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.utils import logging
 
 from streamrl.config import Config
 from streamrl.engine.answers import Answer
@@ -34,6 +35,12 @@ def ask(policy: TransformersPolicy, n: int = 1, **sampling: Any) -> list[Answer]
 
 def ids_of(answers: list[Answer]) -> list[list[int]]:
     return [answer.output_ids for answer in answers]
+
+
+def test_loading_draws_no_bar(model_folders, capfd):
+    logging.enable_progress_bar()
+    TransformersPolicy(model_folders[0], dtype="float32").close()
+    assert "%|" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
