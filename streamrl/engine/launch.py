@@ -1,10 +1,10 @@
 """`python -m streamrl.engine.launch ARGS`: SGLang's own launch_server, made to run and to end where it should.
 
-Three things are added to `python -m sglang.launch_server ARGS`. On a machine without CUDA the stand-ins are
-installed, the model's own module is loaded instead of all that SGLang has (`engine/model_modules.py`), a paused
-scheduler sleeps, and SGLang's processes are copies of this one: fresh interpreters would each load torch and SGLang
-again. With `--lifeline PID`
-the server ends, with all its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
+Four things are added to `python -m sglang.launch_server ARGS`. Megatron-Core is left out, for which a server has no
+use. On a machine without CUDA the stand-ins are installed, the model's own module is loaded instead of all that SGLang
+has (`engine/model_modules.py`), a paused scheduler sleeps, and SGLang's processes are copies of this one: fresh
+interpreters would each load torch and SGLang again. With `--lifeline PID` the server ends, with all its processes, when
+process PID has ended, even by kill -9; `--scratch DIR` is removed then.
 `--quantize-loads` quantises the weights that the server loads (`engine/quantised_loading.py`), with
 `--speculative-algorithm NGRAM` drafts leave the policy as it is (`engine/ngram_drafts.py`), images are decoded as by
 the learner (`engine/image_decoding.py`), and their features enter as many layers as the model says
@@ -53,9 +53,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--scratch", type=Path)
     parser.add_argument(quantised_loading.FLAG, action="store_true", dest="quantised")
     own, sglang_arguments = parser.parse_known_args(arguments)
+    _leave_megatron_out()
     if not has_cuda():
         _compile_nothing()
-        _skip_unneeded_imports(sglang_arguments)
+        _skip_unneeded_models(sglang_arguments)
 
     def end(pid: int) -> None:
         """Nobody is left who would wait for a polite end."""
@@ -126,11 +127,18 @@ def _compile_nothing() -> None:
     torch.compile = compile_nothing
 
 
-def _skip_unneeded_imports(arguments: Sequence[str]) -> None:
-    """SGLang would load the modules of all other models, and Megatron-Core for its debug dumper."""
+def _leave_megatron_out() -> None:
+    """An import of it fails as where it is not installed.
+
+    SGLang would load it for its debug dumper, Transformer Engine with it, and could not start where that is not whole.
+    """
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+
+def _skip_unneeded_models(arguments: Sequence[str]) -> None:
+    """SGLang would load the modules of all other models."""
     others = model_modules.unneeded(arguments, _model_of(arguments), model_modules.of_sglang())
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import of it fails as where it is not installed
 
 
 def _model_of(arguments: Sequence[str]) -> Path:
@@ -167,6 +175,7 @@ def _keep_start_method(method: str | None, force: bool = False) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
 elif __name__ == "__mp_main__":  # a process that SGLang has started afresh
+    _leave_megatron_out()
     if quantised_loading.FLAG in sys.argv:
         quantised_loading.install()
     if ngram_drafts.drafts(sys.argv):

@@ -60,6 +60,10 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler polls at 97% of a core, which the learner needs
 }
 
+# A ceiling that a model of any use does not reach on a GPU of today: SGLang takes what fits where that is less. Without
+# it a tiny model gets a cache of hundreds of millions of tokens, and SGLang no room for its indices of them.
+CUDA_ARGUMENTS: dict[str, Any] = {"max_total_tokens": 1 << 23}
+
 # The tokens behind a cut prefill's cut are rounded otherwise. A batch has as many tokens as SGLang's chunk on a CPU,
 # unless a single prompt has more.
 WHOLE_PREFILLS: dict[str, Any] = {"chunked_prefill_size": -1, "max_prefill_tokens": 4096}
@@ -250,8 +254,10 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
         chosen |= CPU_ARGUMENTS
         if config.generate.score == "full_prefill":
             chosen |= WHOLE_PREFILLS
-    elif config.model.dtype == "float32":
-        chosen["attention_backend"] = FLOAT32_ATTENTION
+    else:
+        chosen |= CUDA_ARGUMENTS
+        if config.model.dtype == "float32":
+            chosen["attention_backend"] = FLOAT32_ATTENTION
     if config.run.shares_devices and has_cuda():
         chosen["enable_memory_saver"] = True  # a sleeping server gives the memory of its KV cache back
     if config.learner.lora.by_adapter:

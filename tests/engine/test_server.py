@@ -16,9 +16,12 @@ import psutil
 import pytest
 
 from streamrl.config import Config
+from streamrl.engine import server
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import NO_KEYS, EngineKeys, key_environment, take_keys
 from streamrl.engine.server import (
+    CPU_ARGUMENTS,
+    CUDA_ARGUMENTS,
     Server,
     ServerFailed,
     command_line,
@@ -67,6 +70,32 @@ def test_the_users_arguments_win_over_all_others():
 )
 def test_servers_take_the_oldest_group_first_where_they_can(given: dict[str, object], expected: bool | None):
     assert server_arguments(config_of(Path("m"), **given), 0).get("enable_priority_scheduling") is expected
+
+
+def test_a_tiny_models_cache_has_a_ceiling_on_every_machine(monkeypatch: pytest.MonkeyPatch):
+    """SGLang makes indices of all tokens of the cache, for which a GPU that the cache fills has no room."""
+    ceilings = []
+    for cuda in (False, True):
+        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
+        ceilings.append(server_arguments(config_of(Path("m")), 0)["max_total_tokens"])
+        assert server_arguments(config_of(Path("m"), **{"max-total-tokens": 5}), 0)["max_total_tokens"] == 5
+    assert ceilings == [CPU_ARGUMENTS["max_total_tokens"], CUDA_ARGUMENTS["max_total_tokens"]]
+
+
+@pytest.mark.parametrize("name", ["__main__", "__mp_main__"])
+def test_no_process_of_a_server_loads_megatron(name: str, tmp_path: Path):
+    """Those that SGLang starts afresh load the module as `__mp_main__`."""
+    program = f"""
+import runpy, sys
+sys.argv = ["launch", "--model-path", {str(tmp_path)!r}, "--no-such-argument"]
+try:
+    runpy.run_module("streamrl.engine.launch", run_name={name!r})
+except SystemExit:
+    pass
+import megatron
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE)
+    assert "ModuleNotFoundError: import of megatron halted" in done.stderr, done.stderr
 
 
 def test_log_probs_are_at_the_temperature_of_the_draw_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ from streamrl.config import Config
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.in_flight import most_requests, tickets
 from streamrl.engine.block_fp8 import BLOCK
-from streamrl.engine.server import CPU_ARGUMENTS
+from streamrl.engine.server import CPU_ARGUMENTS, CUDA_ARGUMENTS
 from streamrl.lab.plan.learner_memory import ITEM
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.parameters import of_server_rank, quantised_of_server_rank, whole_adapters
@@ -114,7 +114,7 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
 def server_args(pool: GenerateConfig, machines: Machines) -> dict[str, Any]:
     """SGLang's arguments of the pool that a plan reads, under Python's names."""
     given = {**pool.speculation.arguments, **pool.sglang_arguments}
-    return given if machines.has_gpus else {**CPU_ARGUMENTS, **given}
+    return {**(CUDA_ARGUMENTS if machines.has_gpus else CPU_ARGUMENTS), **given}
 
 
 def longest_sequence(pool: GenerateConfig, shape: ModelShape, machines: Machines) -> int:
