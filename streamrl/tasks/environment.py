@@ -205,6 +205,9 @@ class Environment(ABC):
     has_turns: bool = False
     """Does it generate several answers one after another for one sample? Then no other task can answer between them."""
 
+    asks_itself: bool = False
+    """Are its prompts known only where it asks the policy itself? Then no other task can ask them."""
+
     size: int | None = None
     """Prompts of one epoch; None: no prompt comes back."""
 

@@ -72,6 +72,7 @@ class Played(Environment):
 
     Arguments = PlayedArguments
     has_turns = True
+    asks_itself = True
     library: ClassVar[str]
 
     def __init__(self, arguments: PlayedArguments, seed: int, split: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.choices import TASKS
 from streamrl.config import Config
 from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
 from streamrl.tasks.environment import Environment
@@ -115,6 +116,21 @@ def test_a_judge_of_groups_is_refused_where_each_answer_is_judged_alone(name, ju
     allowed = "a task that judges each answer alone (a class whose score_all does says judges_groups = False)"
     assert str(refused.value).endswith(f"; allowed: {allowed}")
     assert "\n" not in str(refused.value)
+
+
+def test_an_agent_has_no_question_of_a_task_that_asks_the_policy_itself():
+    """Of a remote task without a local one the worker has only the index."""
+    remote: dict[str, Any] = {"name": "remote", "args": AROUND["remote"]}
+    with pytest.raises(
+        ValueError, match=r"^task\.args\.task\.name: remote has its prompts only where it asks"
+    ) as refused:
+        build_task(TaskConfig(name="agent", args={"task": remote, **AROUND["agent"]}), 1, "train")
+    assert "\n" not in str(refused.value)
+    remote["args"] = {**AROUND["remote"], "task": INNER}
+    around = build_task(TaskConfig(name="agent", args={"task": remote, **AROUND["agent"]}), 1, "train")
+    assert around.prompt(3) == build_task(TaskConfig(**INNER), 1, "train").prompt(3)
+    for name in ("openenv", "gymnasium", "verifiers"):
+        assert TASKS.load(name).asks_itself
 
 
 def test_a_judge_of_groups_is_refused_too_where_its_class_runs_elsewhere_and_served_to_megatron_rl(judges):

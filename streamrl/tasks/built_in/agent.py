@@ -104,9 +104,14 @@ class Agent(Around):
     has_turns = True
 
     def __init__(self, arguments: AgentArguments, task: Environment, seed: int, split: str) -> None:
-        """Raises ValueError for a judge of groups, and for a function that cannot be loaded, which is tried in a
-        process of its own.
+        """Raises ValueError for a judge of groups, for a task that keeps its prompts to itself, and for a function that
+        cannot be loaded, which is tried in a process of its own.
         """
+        if task.asks_itself:
+            raise ValueError(
+                f"{ARGUMENTS}.task.name: {arguments.task.name} has its prompts only where it asks the policy itself; "
+                "allowed: a task that has them (remote does with a local task)"
+            )
         self._arguments = arguments
         self._judge_by(task, arguments.task.name)
         self._run: AgentFunction = self._command if arguments.function is None else self._function

@@ -96,6 +96,7 @@ class OpenEnv(Environment):
 
     Arguments = OpenEnvArguments
     has_turns = True
+    asks_itself = True
 
     def __init__(self, arguments: OpenEnvArguments, seed: int, split: str) -> None:
         """Raises ValueError, with one line, where no server is there, or its actions are no text."""

@@ -74,6 +74,7 @@ class Remote(TurnByTurn, Around):
     def __init__(self, arguments: RemoteArguments, local: Environment | None, seed: int, split: str) -> None:
         """`local` gives the prompts where the server is a reward model."""
         self._local = local
+        self.asks_itself = local is None
         if local is not None:
             self._follow(local)
         self.infrastructure = (*INFRASTRUCTURE, RemoteFailed)
