@@ -187,9 +187,7 @@ class LearnerConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, attention's, or whole layers'"
     )
-    overlap: bool | None = Field(
-        None, description="gradients are reduced and parameters gathered during the passes; null: on with CUDA"
-    )
+    overlap: bool | None = Field(None, description="gradients are reduced during the backward pass; null: on with CUDA")
     gradient_accumulation_fusion: bool = Field(
         False, description="the product that gives a weight's gradient adds it up as well (CUDA and Apex; never run)"
     )

@@ -23,7 +23,7 @@ from streamrl.config.learner import LoraConfig
 from streamrl.learner import checkpoint
 from streamrl.learner.critic_estimates import Estimates
 from streamrl.learner.critic_shape import KEY, critic_shape
-from streamrl.learner.forward import Passes, gather_parameters, wrap
+from streamrl.learner.forward import Passes, wrap
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer, Update, largest_norm
@@ -56,10 +56,10 @@ class Critic:
         self._config = own = config.model_copy(update={"learner": learner})
         self._ranks = ranks
         self._chunks = build(shape, own, ranks.device, ValueModel)
-        self._wrapped = wrap(self._chunks, own, ranks)
-        self._passes = Passes(self._wrapped, ranks, own)
+        wrapped = wrap(self._chunks, own, ranks)
+        self._passes = Passes(wrapped, ranks, own)
         self._optimizer = PolicyOptimizer(
-            self._wrapped,
+            wrapped,
             settings,
             getattr(torch, config.model.dtype),
             config.run.steps,
@@ -90,7 +90,6 @@ class Critic:
     @property
     def state(self) -> checkpoint.State:
         """What of it is in a checkpoint."""
-        gather_parameters(self._wrapped)
         return checkpoint.State(self._chunks, self._optimizer, self._ranks, {}, name="critic.")
 
     def holds(self, step: int) -> bool:

@@ -48,9 +48,10 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Wr
     """Megatron's mixed precision and data parallelism around each model chunk, gradients reduced in float32
     unless `learner.megatron` says otherwise.
 
-    With `learner.overlap` gradients are reduced while the backward pass still runs, and the distributed optimizer's
-    parameters are gathered while the next forward pass does: see `gather_parameters`. With `learner.layout.sharding:
-    full` it is torch's data parallelism, and the values of the chunks must not be set yet.
+    With `learner.overlap` gradients are reduced while the backward pass still runs. The distributed optimizer's
+    parameters are gathered with each update: during the next forward pass, as Megatron could, it would wait only for
+    modules that are called, and the output layer's weight, among others, is read without a call. With
+    `learner.layout.sharding: full` it is torch's data parallelism, and the values of the chunks must not be set yet.
     """
     if config.learner.layout.fully_sharded:
         dtype = getattr(torch, config.model.dtype)
@@ -62,7 +63,6 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Wr
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": distributed,
         "overlap_grad_reduce": overlap,
-        "overlap_param_gather": overlap and distributed,
         **values_of(config.learner.megatron, "DistributedDataParallelConfig"),
     }
     wrapped: list[Wrapped] = []
@@ -88,13 +88,6 @@ def in_dtype(chunk: PolicyModel) -> torch.nn.Module:
 def shares_optimizer(wrapped: Wrapped) -> bool:
     """Has each rank a part of the optimizer's state alone?"""
     return isinstance(wrapped, FullySharded) or bool(wrapped.ddp_config.use_distributed_optimizer)
-
-
-def gather_parameters(chunks: Sequence[Wrapped]) -> None:
-    """Bring up to date what an update has left to the next forward pass: before parameters are read otherwise."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 class Passes:

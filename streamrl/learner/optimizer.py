@@ -268,7 +268,6 @@ def _config(chunk: Wrapped, settings: OptimizerSettings, dtype: torch.dtype, giv
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "use_distributed_optimizer": distributed,
-        "overlap_param_gather": chunk.ddp_config.overlap_param_gather,
         "optimizer_cpu_offload": settings.offload > 0,
         "optimizer_offload_fraction": settings.offload,
         "overlap_cpu_optimizer_d2h_h2d": settings.offload > 0,

@@ -26,7 +26,7 @@ from streamrl.learner.blame import MicroBatchFailed, blame
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import Saver
 from streamrl.learner.critic import Critic
-from streamrl.learner.forward import Passes, gather_parameters, shares_optimizer, wrap
+from streamrl.learner.forward import Passes, shares_optimizer, wrap
 from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.huggingface import export_folder, export_weights, load_weights
 from streamrl.learner.model import PolicyModel, build
@@ -264,7 +264,6 @@ class Trainer:
         Every weight, adapters merged in; or the adapters alone under PEFT's names (`learner.lora.publish`). A tensor
         may share memory with the model (`resident`): use or copy it before the next step, or see `lend`.
         """
-        gather_parameters(self._wrapped)
         by_adapter = self._config.learner.lora.by_adapter
         yield from lora_folder.export_adapters(self._chunks) if by_adapter else export_weights(self._chunks)
         if self._config.run.shares_devices:
@@ -286,14 +285,12 @@ class Trainer:
 
         Of adapters it has the merged weights. RUN/model appears whole. Raises OSError on rank 0, which writes it.
         """
-        gather_parameters(self._wrapped)
         self._export_folder(self._run_folder / MODEL, self._run_folder / ADAPTER)
         if self._config.run.shares_devices:
             self._ranks.device.release_memory()
 
     def save(self, ledger: Ledger | None = None) -> None:
         """Begin to write the checkpoint of this version, on rank 0 with the groups that it contains."""
-        gather_parameters(self._wrapped)
         export = self._export_beside if self._config.checkpoint.export_each else None
         self._saver.start(self._version, self._state(), ledger, export)
 
