@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError, load
 from streamrl.device_map import device_map, divide
 from streamrl.engine import hardware
-from streamrl.engine.server import Server, server_arguments, server_environment
+from streamrl.engine.server import Server, server_environment
 from streamrl.generate import served
 from streamrl.preflight.machine import check_machine
 from streamrl.supervisor import Supervisor
@@ -275,7 +276,33 @@ def test_both_ends_of_a_broadcast_have_the_same_nccl_variables(gpus, monkeypatch
     assert expected.items() <= server_environment(Config()).items()
 
 
-@pytest.mark.parametrize(("dtype", "attention"), [("float32", "triton"), ("bfloat16", None)])
-def test_a_server_on_gpus_gets_an_attention_that_knows_its_dtype(gpus, dtype, attention):
+def test_a_server_of_the_runs_own_on_gpus_is_refused_in_a_dtype_that_sglangs_norms_do_not_have(gpus):
+    gpus(2)
+    with pytest.raises(
+        ConfigError, match=r"^model\.dtype: float32 cannot be served on a GPU, .*; allowed: auto, bfloat"
+    ):
+        check_machine(load(None, ["model.dtype=float32"]))
+    for words in (
+        ["model.dtype=bfloat16"],
+        ["model.dtype=float32", "generate.attach=[http://a:1]"],
+        ["model.dtype=float32", "generate.server_args.dtype=bfloat16"],
+    ):
+        check_machine(load(None, words))
+
+
+def test_what_is_preloaded_into_a_server_that_takes_turns_finds_the_runtime_of_torch(gpus, monkeypatch, tmp_path):
+    folder = tmp_path / "site/nvidia/cu13/lib"
+    folder.mkdir(parents=True)
+    (folder / "libcudart.so.13").touch()
+    (tmp_path / "site/nvidia/cudnn/lib").mkdir(parents=True)
+    spec = SimpleNamespace(origin=str(tmp_path / "site/torch/__init__.py"))
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
+    assert hardware.cuda_libraries() == str(folder)
     gpus(1)
-    assert server_arguments(load(None, [f"model.dtype={dtype}"]), 0).get("attention_backend") == attention
+    shared = load(None, ["run.placement=shared", "publish.transport=memory"])
+    for users, expected in ((None, str(folder)), ("/a:/b", f"{folder}:/a:/b")):
+        monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+        if users is not None:
+            monkeypatch.setenv("LD_LIBRARY_PATH", users)
+        assert server_environment(shared)["LD_LIBRARY_PATH"] == expected
+        assert "LD_LIBRARY_PATH" not in server_environment(Config())

@@ -137,11 +137,12 @@ def test_servers_that_may_keep_features_of_an_older_tower_are_told(tmp_path):
 def test_each_rank_needs_a_gpu_where_there_are_gpus(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "visible_gpus", lambda: ("0", "1", "2"))
-    machine.check_machine(load(None, ["learner.ranks=2"]))
+    sixteen = "model.dtype=bfloat16"
+    machine.check_machine(load(None, [sixteen, "learner.ranks=2"]))
     with pytest.raises(ValueError, match=r"generate\.workers: servers need 2 GPUs beside the 2 .* has 3; allowed"):
-        machine.check_machine(load(None, ["learner.ranks=2", "generate.workers=2"]))
+        machine.check_machine(load(None, [sixteen, "learner.ranks=2", "generate.workers=2"]))
     with pytest.raises(ValueError, match=r"learner\.ranks: 4 need a GPU each.* has 3; allowed: up to 3"):
-        machine.check_machine(load(None, ["learner.ranks=4"]))
+        machine.check_machine(load(None, [sixteen, "learner.ranks=4"]))
 
 
 def test_servers_of_the_runs_own_that_would_cut_prefills_are_refused_where_they_are_to_be_the_learners(monkeypatch):

@@ -64,3 +64,15 @@ def torch_cuda() -> str | None:
     version = Path(found.origin).with_name("version.py")
     match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", version.read_text(), re.MULTILINE)
     return match[1] if match else None
+
+
+def cuda_libraries() -> str | None:
+    """The folder of the CUDA runtime that the installed torch loads; None where it is none of Python's packages.
+
+    The loader finds it for torch alone: what is preloaded needs it on its path, or is passed over.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    folders = sorted(Path(found.origin).parents[1].glob("nvidia/cu*/lib"))
+    return next((str(folder) for folder in folders if any(folder.glob("libcudart.so*"))), None)

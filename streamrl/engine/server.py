@@ -26,7 +26,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
-from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda, nccl_environment
+from streamrl.engine.hardware import CPU_ENVIRONMENT, cuda_libraries, has_cuda, nccl_environment
 from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
 from streamrl.engine.load_plan import LOADER
 from streamrl.engine.nodes import FurtherNodes, NodeLost, NodeOf, reserved_meeting
@@ -67,8 +67,6 @@ CUDA_ARGUMENTS: dict[str, Any] = {"max_total_tokens": 1 << 23}
 # The tokens behind a cut prefill's cut are rounded otherwise. A batch has as many tokens as SGLang's chunk on a CPU,
 # unless a single prompt has more.
 WHOLE_PREFILLS: dict[str, Any] = {"chunked_prefill_size": -1, "max_prefill_tokens": 4096}
-
-FLOAT32_ATTENTION = "triton"  # FlashAttention and FlashInfer, which SGLang would choose on a GPU, take 16 bits at most
 
 # SGLang keeps what a vision tower made of an image, by the image alone, and does not forget it when weights change.
 NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
@@ -256,8 +254,6 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
             chosen |= WHOLE_PREFILLS
     else:
         chosen |= CUDA_ARGUMENTS
-        if config.model.dtype == "float32":
-            chosen["attention_backend"] = FLOAT32_ATTENTION
     if config.run.shares_devices and has_cuda():
         chosen["enable_memory_saver"] = True  # a sleeping server gives the memory of its KV cache back
     if config.learner.lora.by_adapter:
@@ -317,6 +313,8 @@ def server_environment(config: Config) -> dict[str, str]:
     if config.generate.speculation.algorithm is not None:
         chosen |= NO_SIMULATED_DRAFTS
     if has_cuda():
+        if config.run.shares_devices and (libraries := cuda_libraries()):  # for what gives the cache's memory back
+            chosen["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")]))
         return chosen | nccl_environment()
     threads, ranks = config.generate.threads, config.generate.tensor_parallel
     chosen |= {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}

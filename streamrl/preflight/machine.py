@@ -77,6 +77,7 @@ def check_machine(config: Config) -> None:
             f"{asked} needs Transformer Engine's layers on GPUs, and this machine has none; allowed: null"
         )
     if has_cuda():
+        _check_served(config)
         device_map(config, len(visible_gpus()))
     elif config.generate.quantization is not None and read_shape(config.model.path, family=config.model.built_by).moe:
         raise ConfigError(
@@ -91,6 +92,16 @@ def check_machine(config: Config) -> None:
             f"learner take {needed:.0f} GiB at the least, and this machine has {memory:.0f}; allowed: fewer, or "
             "several machines (docs/launch.md)"
         )
+
+
+def _check_served(config: Config) -> None:
+    """Refuse servers on GPUs in a dtype that SGLang's norms do not have there. Raises ConfigError."""
+    for pool in config.generate.each_pool:
+        if pool.sglang_arguments.get("dtype", config.model.dtype) == "float32" and not pool.attach:
+            raise ConfigError(
+                "model.dtype: float32 cannot be served on a GPU, where SGLang's norms take 16 bits; allowed: auto, "
+                "bfloat16, or generate.attach"
+            )
 
 
 def _check_prefills(config: Config) -> None:

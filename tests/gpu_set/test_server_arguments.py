@@ -68,11 +68,6 @@ def test_what_a_configuration_may_ask_for_besides_is_sglangs(settings, cuda, mod
     assert_taken(config, model_folder("qwen2"))
 
 
-def test_float32_is_attended_by_a_backend_that_takes_it(cuda, model_folder):
-    config = Config.model_validate({"model": {"path": model_folder("qwen2"), "dtype": "float32"}})
-    assert assert_taken(config, model_folder("qwen2")).attention_backend == "triton"
-
-
 def test_an_argument_that_sglang_does_not_have_is_refused(cuda, model_folder, capsys):
     config = Config.model_validate(
         {"model": {"path": model_folder("qwen2")}, "generate": {"server_args": {"no_such_argument": 1}}}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from streamrl.config.file import ConfigError
 from streamrl.lab.acceptance.check import Check
 
-SHORT, RUN = 180.0, 420.0  # seconds: a few imports; a run, in which a server may compile its kernels first
+SHORT, RUN = 180.0, 900.0  # seconds: a few imports; a run, in which servers compile their kernels first
 
 # Of the quickstart's runs, one with each interruption: the transport that each publishes by.
 TRANSPORT_OF = {"retract": "broadcast", "in_place": "memory", "drain": "disk", "abort": "delta"}

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from streamrl.engine.hardware import NCCL_ENVIRONMENT, nccl_environment, torch_cuda, visible_gpus
 from streamrl.engine.stand_ins import ABSENT_ON_CPU, install
-from streamrl.lab.acceptance.check import Bench, Failed, Measured
+from streamrl.lab.acceptance.check import Bench, Failed, Measured, Skipped
 from streamrl.lab.acceptance.quickstart import run_of
 from streamrl.lab.acceptance.trial import Trial
 from streamrl.learner.te import TORCH_PART, te_problem
@@ -133,6 +133,8 @@ def _limit(value: int) -> str:
 def nccl(bench: Bench) -> Measured:
     """What NCCL itself read in the environments of the learner and of the server, by their logs."""
     bench.needs_cuda("weights go by gloo, no NCCL")
+    if len(bench.gpus) == 1:
+        raise Skipped("one GPU: weights go by memory, and a server of one rank makes no group by NCCL")
     logs = bench.folder / "runs" / run_of("retract") / "logs"
     found = {
         name: nccl_settings((logs / f"{name}.log").read_text(errors="replace")) for name in ("learner-0", "server-0")

@@ -33,8 +33,8 @@ MEASURED: dict[str, Any] = {"run.steps": 3, "replay.max_staleness": 0, "publish.
 
 
 def steps_of(bench: Bench) -> int:
-    """Learner steps of each run."""
-    return GPU_STEPS if bench.gpus else STEPS
+    """Learner steps of each run. On one GPU both sides take turns at each."""
+    return GPU_STEPS if len(bench.gpus) > 1 else STEPS
 
 
 def run_of(interruption: str) -> str:

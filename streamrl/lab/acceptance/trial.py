@@ -43,7 +43,7 @@ MAPPINGS = ("task.args", "generate.server_args")  # keys whose values are mappin
 
 # Enough to have requests in flight at every update, and over in seconds with a tiny model.
 SETTINGS: dict[str, Any] = {
-    "run.restarts": 2, "run.start_timeout": 240.0, "run.stop_timeout": 30.0,
+    "run.restarts": 2, "run.start_timeout": 480.0, "run.stop_timeout": 30.0,
     "task.name": "copy", "task.args": {"length": 3, "alphabet": "abcdefgh"},
     "generate.group_size": 8, "generate.groups_in_flight": 16, "generate.probes": 0,
     "generate.sampling.max_new_tokens": 24,
