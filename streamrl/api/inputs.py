@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 FOLDER = "inputs"  # in the run folder
 TASK, FUNCTIONS = "task.py", "functions" + PICKLED
+DIGESTS = "row_digests.json"
+
+BATCH = 1000  # rows that are digested at a time
 
 Data: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
 
@@ -97,13 +100,13 @@ class Inputs:
             (folder / FUNCTIONS).write_bytes(_pickle(self._pickled))
         if self._task:
             (folder / TASK).write_text(self._task)
-        (folder / "digests.json").write_text(json.dumps(self._digests()))
+        (folder / DIGESTS).write_text(json.dumps(self._digests()))
 
     def check(self, folder: Path) -> None:
         """Raise ConfigError where the run in that folder was started with other rows. Functions may have changed."""
-        if not (folder / "digests.json").exists():
+        if not (folder / DIGESTS).exists():
             return
-        known = json.loads((folder / "digests.json").read_text())
+        known = json.loads((folder / DIGESTS).read_text())
         for name, digest in self._digests().items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
@@ -162,8 +165,8 @@ def _digest(data: bytes | datasets.Dataset) -> str:
     if isinstance(data, bytes):
         found.update(data)
     else:
-        for row in data:
-            found.update(repr(row).encode())
+        for batch in data.with_format("arrow").iter(BATCH):  # images and audio as their bytes, arrays whole
+            found.update(repr(batch.to_pylist()).encode())
     return found.hexdigest()
 
 

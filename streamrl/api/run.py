@@ -17,6 +17,7 @@ from streamrl.api.following import POLL, Callbacks, Caller, Metrics
 from streamrl.api.inputs import Inputs
 from streamrl.api.launching import launched
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.hub.model import with_local_models
 from streamrl.machine import Machine
 from streamrl.observe.ending import MODEL, saved_steps
@@ -188,16 +189,15 @@ class Run:
     def resume(self, steps: int | None = None) -> Run:
         """Start a run that is over again, from its last checkpoint. `steps`: of the whole run, where they differ.
 
-        Raises RuntimeError while it runs, ConfigError as `start` does.
+        Raises RuntimeError while it runs, ConfigError as `start` does, and for other steps than whole numbers above 0.
         """
+        config = self.config if steps is None else _with_steps(self.config, steps)
         with self._lock:
             if self._state not in OVER:
                 raise RuntimeError(f"the run {self.name} is not over; allowed: stop() and wait() first")
             self._state = RUN.next(self._state, Event.RESUME)
             self._supervisor, self._error = None, None
-        if steps is not None:
-            run = self.config.run.model_copy(update={"steps": steps, "epochs": None})
-            self.config = self.config.model_copy(update={"run": run})
+        self.config = config
         return self.start()
 
     def _run(self, fresh: bool, checked: threading.Event) -> None:
@@ -276,3 +276,10 @@ class Run:
             self.stop()
         if self._join(None) is not None:
             log.warning("the run %s was interrupted", self.name)
+
+
+def _with_steps(config: Config, steps: int) -> Config:
+    """The same run with other steps. Raises ConfigError."""
+    tree = config_file.as_tree(config)
+    tree["run"] |= {"steps": steps, "epochs": None}
+    return config_file.checked(tree)

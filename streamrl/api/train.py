@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from streamrl.tasks.functions.rewards import RewardFunction
 from streamrl.tasks.functions.tools import tools_of
 
 Reward = Callable[..., Any]
+
+# Characters that YAML reads otherwise than JSON, or not at all, where they are not escaped.
+_OTHERWISE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
 # Arguments that are keys of the configuration under a shorter name.
 KEYS = {
@@ -170,8 +174,9 @@ def _task(
 def _rewards(reward: Reward | Sequence[Reward] | None, weights: Sequence[float] | None) -> list[RewardFunction]:
     """Raises ConfigError for what is no function, and for another number of weights."""
     given: list[Any] = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-    if not_callable := next((each for each in given if not callable(each)), None):
-        raise ConfigError(f"reward: {not_callable!r} is not allowed; allowed: a function, or a list of functions")
+    for each in given:
+        if not callable(each):
+            raise ConfigError(f"reward: {each!r} is not allowed; allowed: a function, or a list of functions")
     try:
         each_weight = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
     except (TypeError, ValueError):
@@ -202,9 +207,13 @@ def _overrides(keys: Mapping[str, Any]) -> list[str]:
 def _override(key: str, value: Any) -> str:
     """Raises ConfigError for a value that no YAML file could have."""
     try:
-        return f"{key}={json.dumps(value, default=_plain)}"
+        return f"{key}={_OTHERWISE.sub(_escaped, json.dumps(value, default=_plain, ensure_ascii=False))}"
     except TypeError as error:
         raise ConfigError(f"{key}: {error}; allowed: what YAML can hold") from None
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def _plain(value: Any) -> Any:

@@ -39,7 +39,8 @@ class Classifier:
             raise ConfigError(f"reward_model.path: {folder} cannot be loaded ({reason}); allowed: {ALLOWED}") from error
         text = self._model.config.get_text_config()
         self._pad: int | None = text.pad_token_id
-        self.longest = min(settings.tokens_per_batch, getattr(text, "max_position_embeddings", None) or 1 << 62)
+        positions = getattr(text, "max_position_embeddings", None) or 1 << 62
+        self.longest = min(settings.tokens_per_batch, positions - self._first_position())
 
     def _load(self, folder: Path, settings: RewardModelConfig) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -59,6 +60,13 @@ class Classifier:
         self._model.eval()
         if on_gpu and not spread:
             self._model.to("cuda")
+
+    def _first_position(self) -> int:
+        """The number of a sequence's first position: RoBERTa and its kin begin behind that of padding."""
+        for name, module in self._model.named_modules():
+            if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                return int(module.padding_idx) + 1
+        return 0
 
     @property
     def most(self) -> int | None:

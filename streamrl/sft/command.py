@@ -19,7 +19,7 @@ from streamrl.config.sft import ALGO
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.hub.model import with_local_model
 from streamrl.learner.shape import ModelShape
-from streamrl.learner.token_rows import ROWS, TRAINED, TokenRows
+from streamrl.learner.token_rows import HELD_OUT, ROWS, TRAINED, TokenRows
 from streamrl.model_dtype import with_dtype
 from streamrl.places import absolute
 from streamrl.preflight.machine import check_learner_alone, rounding
@@ -83,7 +83,9 @@ def _checked(config: Config) -> tuple[ModelShape, Tokenizer]:
 def _rows(config: Config, tokenizer: Tokenizer, limit: int, recorded: Path | None) -> Iterator[tuple[Path, list[str]]]:
     """The folder of the rows, and what is told of them: that of the run, or one beside it, to be moved there."""
     if recorded is not None:
-        longest, budget = TokenRows(recorded / TRAINED).longest, config.learner.tokens_per_micro_batch
+        splits = [TRAINED, HELD_OUT] if config.sft.evaluate_every else [TRAINED]
+        longest = max(TokenRows(recorded / split).longest for split in splits if (recorded / split).exists())
+        budget = config.learner.tokens_per_micro_batch
         if longest > budget:
             raise ConfigError(
                 f"learner.tokens_per_micro_batch: {budget} cannot hold the run's longest row, of {longest} tokens; "

@@ -76,9 +76,9 @@ class Rows:
     ) -> None:
         """`columns`: those that must be there, by the argument's key; a dot leads into a mapping (`a.b`).
 
-        asked: the columns that make a question what it is; `also`: those too, where the data has them. held_out: the
-        split that only evaluation and probes see; None: every row. needed: columns that no line of a .jsonl file may
-        lack.
+        asked: the columns that make a question what it is; `also`: those that tell the questions of one data set
+        apart besides, where it has them. held_out: the split that only evaluation and probes see; None: every row.
+        needed: columns that no line of a .jsonl file may lack.
         Raises ValueError, with lines that name the argument.
         """
         if arguments.evaluation_only and held_out is False:
@@ -104,8 +104,8 @@ class Rows:
         elif held_out:
             self._data, self._numbers = test, _once(_digests(test, asked), arguments)
         else:
-            known = _digests(self._data, asked)
-            self._numbers = _without(_once(known, arguments), known, _digests(test, asked))
+            numbers, shown = _once(_digests(self._data, asked), arguments), _shown(self._data, test, asked, also)
+            self._numbers = _without(numbers, _digests(self._data, shown), _digests(test, shown))
         if not len(self._numbers):
             raise ValueError(_too_few(arguments, 0))
 
@@ -205,6 +205,16 @@ def _canonical(*values: Any) -> str:
 def _named(content: Any) -> str:
     """The text that represents what JSON has not: the bytes of an image, or a date."""
     return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else str(content)
+
+
+def _shown(data: datasets.Dataset, test: datasets.Dataset, asked: list[str], also: Sequence[str]) -> list[str]:
+    """The columns by which a row of `data` and one of `test` are the same question.
+
+    What only tells the rows of one data set apart, as their numbers, says nothing of those of another: then all others.
+    """
+    if not set(also) & set(asked):
+        return asked
+    return [column for column in data.column_names if column in test.column_names and column not in also]
 
 
 def _once(digests: np.ndarray, arguments: RowsArguments) -> np.ndarray:

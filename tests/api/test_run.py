@@ -17,6 +17,7 @@ from streamrl.api import run as api_run
 from streamrl.api.following import Callbacks, Caller, Metrics
 from streamrl.api.run import OVER, RUN, SAVED, Event, Run, State
 from streamrl.config import Config
+from streamrl.config.file import ConfigError
 
 
 def write(folder, *steps, **more):
@@ -147,6 +148,16 @@ def test_a_stop_that_is_asked_for_again_does_not_end_the_run_before_its_checkpoi
     run.stop(now=True)
     assert run.wait(30).state is State.INTERRUPTED
     assert run._supervisor.asked == [0, 1]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, "abc"])
+def test_steps_that_cannot_be_are_refused_and_the_run_can_be_resumed_all_the_same(steps, tmp_path, model_folders):
+    model = {"path": model_folders[0]}
+    run = Run(Config.model_validate({"run": {"folder": tmp_path}, "model": model}), None, Callbacks())
+    config, run._state = run.config, State.DONE
+    with pytest.raises(ConfigError, match=r"^run\.steps: .* is not allowed .*; allowed: "):
+        run.resume(steps)
+    assert (run.state, run.config) == (State.DONE, config)
 
 
 @given(st.lists(st.sampled_from(list(Event))))

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import nullcontext
+
 import datasets
 import numpy as np
 import pandas
 import pytest
+from PIL import Image
 
 import streamrl
 from launch import tiny_model
 from streamrl.api import train as module
-from streamrl.api.inputs import FUNCTIONS, TASK
+from streamrl.api.inputs import FUNCTIONS, TASK, Inputs
 from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
 from streamrl.tasks.environment import Environment
+from streamrl.tasks.functions.task import FunctionArguments, FunctionTask
 
 ROWS = [{"prompt": f"{letter}=", "answer": letter} for letter in "abcdefgh"]
+
+
+def pixel():
+    file = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(file, "PNG")
+    return file.getvalue()
 
 
 def exact(completions, answer, **_):
@@ -85,9 +97,45 @@ def test_a_data_set_of_the_library_and_one_for_evaluation_travel_as_parquet(conf
     run = configured("tiny", datasets.Dataset.from_list(ROWS), exact, eval_dataset=ROWS[:2])
     run._inputs.write(tmp_path / "written")
     assert sorted(path.name for path in (tmp_path / "written").iterdir()) == [
-        "dataset.parquet", "digests.json", "eval_dataset.jsonl", TASK,
+        "dataset.parquet", "eval_dataset.jsonl", "row_digests.json", TASK,
     ]  # fmt: skip
     assert run.config.task.args["test_path"].endswith("eval_dataset.jsonl")
+
+
+def test_rows_with_images_are_the_same_rows_again_and_other_ones_in_a_long_array_are_not(tmp_path):
+    image = datasets.Dataset.from_list([{"prompt": "see", "image": {"bytes": pixel(), "path": None}}])
+    image = image.cast_column("image", datasets.Image())
+    longer = [list(range(3000)), [*range(1500), -1, *range(1501, 3000)]]
+    arrays = [datasets.Dataset.from_list([{"prompt": "a", "x": x}]).with_format("numpy") for x in longer]
+    for number, (data, others) in enumerate([(image, image), (arrays[0], arrays[0]), (arrays[0], arrays[1])]):
+        inputs = [Inputs(tmp_path), Inputs(tmp_path)]
+        for each, rows in zip(inputs, (data, others), strict=True):
+            each.add_data("dataset", rows, numbered=False)
+        inputs[0].write(tmp_path / str(number))
+        with pytest.raises(ConfigError, match="its rows are not those") if number == 2 else nullcontext():
+            inputs[1].check(tmp_path / str(number))
+
+
+def test_an_environments_rows_are_held_out_by_what_they_are_and_not_by_their_numbers(tmp_path):
+    """Rows with one prompt are told apart by their numbers, which are each data set's own."""
+    rows = [{"prompt": "guess", "target": f"t{number}"} for number in range(30)]
+    inputs = Inputs(tmp_path)
+    paths = {
+        key: inputs.add_data(key, given, numbered=True)
+        for key, given in {"path": rows, "test_path": [rows[20], {"prompt": "guess", "target": "new"}]}.items()
+    }
+    inputs.write(tmp_path)
+    arguments = FunctionArguments(**paths, cache=str(tmp_path / "cache"))
+    tasks = {split: FunctionTask(arguments, 1, split) for split in ("train", "probe")}
+    found = {split: {task.row(index)["target"] for index in range(task.size)} for split, task in tasks.items()}
+    assert found == {"train": {f"t{number}" for number in range(30)} - {"t20"}, "probe": {"t20", "new"}}
+
+
+@pytest.mark.parametrize(
+    "text", ["Be kind \N{GRINNING FACE}", "\x85 \u2028 \x00 \x9f \ufeff", "\\u0041 \"'", "\U00020000"]
+)
+def test_a_text_is_in_the_configuration_as_it_was_given(configured, text):
+    assert configured("tiny", "copy", task__args={"system": text}).config.task.args["system"] == text
 
 
 def test_a_function_of_a_file_is_named_by_it_and_any_other_is_pickled(configured, tmp_path, capsys):
@@ -112,6 +160,7 @@ def test_what_is_no_reward_data_or_key_is_refused_in_one_line(refused):
         == "reward: 'exact' is not allowed; allowed: a function, or a list of functions"
     )
     assert refused(reward_weights=[1, 2]) == "reward_weights: 2 for 1 rewards; allowed: one for each"
+    assert refused(reward=[None]).startswith("reward: None is not allowed; allowed: a function")
     assert refused(dataset=[]) == "dataset: it has no rows; allowed: at least two"
     assert refused(dataset=["2+2="]) == 'dataset[0]: 2+2= is not allowed; allowed: a mapping with "prompt"'
     assert refused(dataset=[{"prompt": "a=", "answer": {1}}]).startswith("dataset[0]: Object of type set")

@@ -14,7 +14,12 @@ import torch
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from launch import tiny_model, tiny_reward_model
 from streamrl.config import Config
@@ -53,6 +58,19 @@ def ask_of(count: int) -> Ask:
     rng = random.Random(7)
     answers = ["".join(rng.choices(LETTERS, k=rng.randint(1, 40))) for _ in range(count)]
     return Ask(answers=answers, messages=[Turn("user", "caf=")])
+
+
+def test_a_model_whose_positions_begin_behind_padding_takes_as_many_tokens_as_it_has_positions_for(tmp_path: Path):
+    tiny_reward_model.make(tmp_path)  # for its tokenizer
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    RobertaForSequenceClassification(
+        RobertaConfig(vocab_size=16, max_position_embeddings=14, pad_token_id=1, num_labels=1, **sizes)
+    ).save_pretrained(tmp_path)
+    classifier = Classifier(config_of(tmp_path).reward_model)
+    assert classifier.longest == 12
+    assert len(classifier.scores([[3] * 12])) == 1
+    with pytest.raises((IndexError, RuntimeError)):
+        classifier.scores([[3] * 13])
 
 
 def by_transformers(folder: Path, ask: Ask, label: int = 0) -> list[float]:
