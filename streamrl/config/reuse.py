@@ -34,7 +34,7 @@ def check(replay: ReplayConfig) -> None:
         raise ValueError(
             f"reuse_share: {replay.reuse_share:g} of {groups} groups is none; allowed: {1 / groups:g} or more"
         )
-    if (slots := math.floor((replay.bound + 1) * replay.fresh)) < groups:
+    if (slots := math.floor((replay.bound + 1) * replay.fresh + ROUNDING)) < groups:
         # Where nothing can be trained again, a step needs as many fresh groups as it has.
         fitting = math.floor(groups - groups / (replay.bound + 1) + ROUNDING)
         allowed = f"up to {fitting / groups:g}" if fitting else "reuse=1"

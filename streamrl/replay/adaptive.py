@@ -21,7 +21,7 @@ class AdaptiveBound:
     def __init__(self, config: AdaptiveConfig, order: Order, highest: float, publish_every: int = 1) -> None:
         """`highest` is the configured S; it is where the bound begins."""
         self._enabled = config.enabled
-        self._controller = make_controller(config)
+        self._name, self._controller = config.controller, make_controller(config)
         self._order = order
         self._least = publish_every * order.groups_per_step  # slots: fewer would deadlock
         self._lowest = min(highest, (self._least + order.window - 1) / order.fresh - 1)
@@ -48,14 +48,17 @@ class AdaptiveBound:
             return None
         self._moves.append(f"{former:.3g} -> {self.staleness:.3g}: {move.reason}")
         memory = {name: float(value) for name, value in self._controller.memory().items()}
-        return Adapted(step=step, former=former, staleness=self.staleness, reason=move.reason, memory=memory)
+        return Adapted(
+            step=step, former=former, staleness=self.staleness, reason=move.reason, memory=memory, controller=self._name
+        )
 
     def restore(self, last: Adapted | None) -> None:
         """A service that was started again goes on from the last move; without one, from the configured bound."""
         if self._enabled and last is not None:
             self._step = last.step
             self._admit(last.staleness)
-            self._controller.recall(last.memory)
+            if last.controller in ("", self._name):  # what another one remembers means something else
+                self._controller.recall(last.memory)
 
     def metrics(self) -> dict[str, float]:
         """Nothing while the bound is not adaptive."""

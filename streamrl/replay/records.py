@@ -110,6 +110,7 @@ class Adapted(Record, frozen=True, kw_only=True):
     staleness: float  # admitted from now on
     reason: str
     memory: dict[str, float] = {}  # of its controller (`replay/controllers/`)
+    controller: str = ""  # by its name; unknown in journals from before
 
 
 AnyRecord = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -9,6 +10,7 @@ from streamrl.config import Config
 from streamrl.lab.audit.findings import Findings
 from streamrl.lab.audit.history import History
 from streamrl.lab.audit.reuse import Sizes
+from streamrl.learner.batch_metrics import batch_metrics
 from streamrl.observe.limits import LIMITS, limits_of
 from streamrl.replay.orders import make_order
 from streamrl.replay.records import Began, Consumed, Lost, Measured
@@ -63,6 +65,19 @@ def test_completion_order_may_be_any_but_trains_no_group_twice(check):
     assert check(config, [(0, [5, 3]), (1, [0, 9])]).problems == []
     (problem,) = check(config, [(0, [5, 3]), (1, [0, 5])]).problems
     assert problem == "step 1 trained group 5 a second time"
+
+
+def test_an_answer_of_which_nothing_is_trained_has_no_staleness_as_in_the_metrics(check, make_group):
+    first, second = make_group(2, version=PolicyVersion(1)), make_group(3, version=PolicyVersion(1))
+    masked = replace(
+        second.samples[0],
+        loss_mask=np.zeros_like(second.samples[0].loss_mask),
+        spans=tuple(replace(span, version=PolicyVersion(0)) for span in second.samples[0].spans),
+    )
+    second = replace(second, samples=(masked, *second.samples[1:]), arena=None)
+    found = check(config_of(), [(0, [0, 1]), (1, [first, second])])
+    batch = Batch(step=1, groups=(first, second))
+    assert (found.problems, found.staleness) == ([], batch_metrics(batch)["staleness/max"]) == ([], 0)
 
 
 def test_a_group_may_be_trained_again_as_often_and_as_late_as_is_configured(check, make_group):

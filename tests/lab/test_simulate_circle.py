@@ -376,3 +376,24 @@ def test_by_sample_a_long_answer_keeps_one_place_and_the_bound_holds() -> None:
         assert found[submission].staleness_max <= 4
     assert found["sample"].trained > 1.3 * found["group"].trained
     assert found["sample"].staleness_mean > found["group"].staleness_mean
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("generate.servers=4", r"^--fleet: generate\.servers: shares of the file says it; allowed: leave it out$"),
+        (
+            "publish.transport=memory publish.at_once=8",
+            r"^--fleet: publish\.at_once: publish\.at_once of the file says it; allowed: leave",
+        ),
+        (
+            "replay.group_timeout=10",
+            r"^--fleet: replay\.group_timeout: its effect is not modelled; allowed: run\.steps",
+        ),
+        ("learner.passes=4", r"^--fleet: learner\.passes: its effect is not modelled; allowed: "),
+    ],
+)
+def test_a_key_that_a_fleet_does_not_model_or_its_file_says_is_refused(given: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    with pytest.raises(ConfigError, match=line):
+        plan(read_fleet(tmp_path / "fleet.yaml"), given.split())

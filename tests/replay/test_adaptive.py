@@ -102,6 +102,17 @@ def test_what_teaches_raises_it_again_step_by_step_to_the_configured_bound() -> 
     assert all(later.step - move.step >= move.former + 2 for move, later in pairwise(moves))
 
 
+def test_a_controller_recalls_what_it_remembered_itself_and_nothing_of_another_one() -> None:
+    bound = bound_of()
+    remembered = {"step": 0, "former": 16.0, "staleness": 4.0, "reason": "", "memory": {"state": 0.3}}
+    bound.restore(Adapted(**remembered, controller="of_my_own"))
+    assert bound.staleness == 4
+    with pytest.raises(ValueError, match="is not a valid State"):
+        bound_of().restore(Adapted(**remembered, controller="teaching"))
+    moves = trained(bound_of(), 400, lambda age: {**healthy(age), CLIPPED: 0.9 if age > 2 else 0.0})
+    assert {move.controller for move in moves} == {"teaching"}
+
+
 def test_data_that_the_bound_does_not_hold_back_does_not_raise_it() -> None:
     bound = bound_of()
     bound.restore(Adapted(step=0, former=16.0, staleness=4.0, reason=""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -31,6 +32,19 @@ def windowed(staleness: float, groups: int, window: int) -> Windowed:
     slots = math.floor((staleness + 1) * groups)
     window = min(window, slots - groups + 1)
     return Windowed(groups, slots - (window - 1), window)
+
+
+@given(st.integers(0, 600), GROUPS)
+def test_slots_are_those_of_exact_numbers(hundredths: int, groups: int) -> None:
+    exact = math.floor((Fraction(hundredths, 100) + 1) * groups)
+    replay = ReplayConfig(groups_per_step=groups, max_staleness=hundredths / 100)
+    assert replay.slots == exact
+    assert make_order(replay).slots_at(hundredths / 100) == exact
+    if exact > groups:
+        widest = ReplayConfig(
+            groups_per_step=groups, max_staleness=hundredths / 100, order="windowed", window=exact - groups + 1
+        )
+        assert widest.slots == groups
 
 
 def oldest_trained(order: Order, interval: int, stragglers: float, seed: int) -> int:

@@ -41,7 +41,7 @@ class History:
             problems = self._problems(group, from_the_start=findings.first == 0)
             findings.problems += [f"step {batch.step} trained {problem}" for problem in problems]
             self._add(group)
-        ages = self._check_ages(batch, findings)
+        self._check_ages(batch, findings)
         if handed_out and findings.handed_out is None:
             findings.handed_out = batch.step
             return
@@ -51,7 +51,7 @@ class History:
         findings.reused += len(self.uses.again)
         findings.trained += sum(group.trained_tokens for group in batch.groups)
         findings.inexact += sum(inexact_tokens(sample) for sample in batch.samples)
-        findings.staleness = max(findings.staleness, ages)
+        findings.staleness = max(findings.staleness, largest_age(batch))
 
     def _problems(self, group: Group, from_the_start: bool) -> Iterator[str]:
         """What is wrong with training this group next; the order shows only in a history that is whole."""
@@ -73,11 +73,11 @@ class History:
         while self._oldest in self.uses:
             self._oldest += 1
 
-    def _check_ages(self, batch: Batch, findings: Findings) -> int:
+    def _check_ages(self, batch: Batch, findings: Findings) -> None:
         """Staleness of a batch: no token too old, none from a future that its own incarnation had not reached.
 
         A group that was lost in a crash may be generated again by servers that a former incarnation had brought
-        further. Returns the largest age in learner steps, at least 0.
+        further.
         """
         spans = [span for sample in batch.samples for span in sample.spans]
         ages = list(self.uses.ages(batch, whole=findings.first == 0))
@@ -88,7 +88,12 @@ class History:
         ahead = [span.version for span in spans if span.version.step > batch.step]
         if early := [version for version in ahead if version.incarnation >= incarnation]:
             findings.problems.append(f"step {batch.step} trained tokens of version {early[0]}, which it came before")
-        return max((age for age, _ in ages if age > 0), default=0)
+
+
+def largest_age(batch: Batch) -> int:
+    """Of a trained token, in learner steps, at least 0: what no loss has seen counts in no metric either."""
+    spans = (span for sample in batch.samples for span in sample.spans if sample.loss_mask[span.start : span.end].any())
+    return max([0, *(batch.step - span.version.step for span in spans)])
 
 
 def inexact_tokens(sample: Sample) -> int:

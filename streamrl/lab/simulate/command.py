@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.server import ServerFailed
 from streamrl.lab.output import check_file
@@ -22,6 +21,7 @@ from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
+from streamrl.lab.simulate.modelled import check_modelled
 from streamrl.lab.simulate.on_cores import RunEndedError
 from streamrl.lab.simulate.pools import check_pools
 from streamrl.lab.simulate.server import RECOMPUTING
@@ -31,16 +31,6 @@ from streamrl.observe.events import events_by_time
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.types import Sample
-
-# Keys whose effect on time and staleness the model knows. Any other one would be taken and change nothing.
-MODELLED = (
-    "run.steps", "run.seed", "generate.workers", "generate.servers", "generate.pools", "generate.group_size",
-    "generate.groups_in_flight", "generate.submission", "generate.requests_in_flight", "generate.lag",
-    "generate.sampling.max_new_tokens", "replay.order", "replay.window",
-    "replay.over_age", "replay.groups_per_step", "replay.max_staleness", "replay.max_attempts", "replay.filter.",
-    "replay.adaptive.", "replay.release", "replay.reuse", "publish.every", "publish.interruption", "publish.at_once",
-    "checkpoint.every",
-)  # fmt: skip
 
 WIDTH = 140  # columns of the table
 
@@ -161,9 +151,7 @@ def varied(vary: Sequence[str]) -> list[tuple[str, ...]]:
 def checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
     """The configuration of a setting. Raises ConfigError for what the model does not know."""
     config = load_run(run_folder, [*ALONE, *overrides])
-    for key in config_file.changed(own, config):
-        if not key.startswith(MODELLED):
-            raise ConfigError(f"{key}: its effect is not modelled; allowed: {', '.join(MODELLED)}")
+    check_modelled(own, config)
     check_pools(config, own)
     was, now = own.publish.interruption, config.publish.interruption
     if now in RECOMPUTING and was not in RECOMPUTING:

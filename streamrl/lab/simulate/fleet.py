@@ -22,6 +22,7 @@ from streamrl.config.section import Section
 from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.figures import WARM_UP, Figures, figures
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
+from streamrl.lab.simulate.modelled import check_modelled
 from streamrl.lab.simulate.server import ServerSpeed
 from streamrl.lab.sweep.plan import override
 
@@ -33,6 +34,16 @@ STEPS = 9
 # Waves that count, at least: groups that are begun at once are trained in one step more than the bound has, and make
 # room for the next wave. The steps of one are not alike.
 WAVES = 2
+
+
+# Keys of the configuration that the file's own sections say.
+OF_THE_FILE = {
+    "generate.workers": "shares",
+    "generate.servers": "shares",
+    "generate.pools": "shares",
+    "generate.tensor_parallel": "server.gpus",
+    "publish.at_once": "publish.at_once",
+}
 
 
 class ServerFigures(Section):
@@ -144,7 +155,11 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def plan(fleet: Fleet, overrides: Sequence[str] = ()) -> list[Planned]:
-    """Every split of every fleet, in order. Raises ConfigError for a fleet without room for a server and a learner."""
+    """Every split of every fleet, in order.
+
+    Raises ConfigError for a fleet without room for a server and a learner, and for keys that are not modelled.
+    """
+    _check_keys(fleet, overrides)
     rows: list[Planned] = []
     for gpus in fleet.gpus:
         splits = {round(gpus * share / fleet.server.gpus) for share in fleet.shares}
@@ -155,6 +170,14 @@ def plan(fleet: Fleet, overrides: Sequence[str] = ()) -> list[Planned]:
         best = max(planned, key=lambda row: row.figures.trained)
         rows += [replace(row, best=row is best) for row in planned]
     return rows
+
+
+def _check_keys(fleet: Fleet, overrides: Sequence[str]) -> None:
+    given = config_file.load(None, [*(override(key, value) for key, value in fleet.config.items()), *overrides])
+    for key in config_file.changed(Config(), given):
+        if key in OF_THE_FILE:
+            raise ConfigError(f"--fleet: {key}: {OF_THE_FILE[key]} of the file says it; allowed: leave it out")
+    check_modelled(Config(), given, "--fleet: ")
 
 
 def _planned(fleet: Fleet, gpus: int, servers: int, overrides: Sequence[str]) -> Planned:

@@ -43,6 +43,18 @@ if TYPE_CHECKING:
     from streamrl.replay.supply import Supply
 
 
+ROUNDING = 1e-9  # of a group: what a product of a fraction may be off by
+
+
+def slots_of(staleness: float, fresh: int) -> int:
+    """floor((S + 1) F), as of exact numbers.
+
+    >>> slots_of(0.16, 25)
+    29
+    """
+    return math.floor((staleness + 1) * fresh + ROUNDING)
+
+
 class Order(Choice, ABC):
     """Which tickets may be issued, which groups make a step, whose slots are free again. No state.
 
@@ -67,7 +79,7 @@ class Order(Choice, ABC):
 
         F = `config.fresh`, which is P unless groups are trained again.
         """
-        return math.floor((cls.staleness(config) + 1) * config.fresh)
+        return slots_of(cls.staleness(config), config.fresh)
 
     @classmethod
     def of(cls, config: ReplayConfig) -> Self:
@@ -122,7 +134,7 @@ class Order(Choice, ABC):
 
     def slots_at(self, staleness: float) -> int:
         """N = floor((S + 1) F) - (W - 1), at most the capacity."""
-        return min(self._slots, math.floor((staleness + 1) * self.fresh) - (self.window - 1))
+        return min(self._slots, slots_of(staleness, self.fresh) - (self.window - 1))
 
     def required_step(
         self, group_id: int, step: int = 0, slots: int | None = None, supply: Supply | None = None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Self
 
-from streamrl.replay.orders.base import Order
+from streamrl.replay.orders.base import Order, slots_of
 
 if TYPE_CHECKING:
     from streamrl.config.replay import ReplayConfig
@@ -32,7 +31,7 @@ class Windowed(Order):
     @classmethod
     def check(cls, section: ReplayConfig) -> None:
         if section.slots < section.groups_per_step:
-            widest = math.floor((section.bound + 1) * section.fresh) - section.groups_per_step + 1
+            widest = slots_of(section.bound, section.fresh) - section.groups_per_step + 1
             raise ValueError(
                 f"window: {section.window} leaves {section.slots} slots, fewer than one step needs; "
                 f"allowed: up to {widest} with replay.max_staleness={section.bound:g}"
