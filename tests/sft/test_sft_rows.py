@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from streamrl.config.file import ConfigError
 from streamrl.config.sft import ALGO
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.learner.row_batches import RowBatches, held_out
-from streamrl.learner.token_rows import ROWS, TRAINED, TokenRows, write
+from streamrl.learner.token_rows import HELD_OUT, ROWS, TRAINED, TokenRows, write
 from streamrl.places import absolute, train_again
-from streamrl.sft.command import supervised
+from streamrl.sft.command import _rows, supervised
 from streamrl.sft.rows import tokenise
 
 LETTERS = "abcdefgh"
@@ -173,3 +174,16 @@ def test_the_record_of_a_run_is_that_of_rows_and_train_refuses_it_as_sft_refuses
         "algo.loss: streamrl.algo.cross_entropy:CrossEntropy trains the rows of `streamrl sft`"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("every", "refused"), [(1, True), (0, False)])
+def test_a_resume_with_fewer_tokens_a_micro_batch_holds_the_rows_that_are_held_out_too(every, refused, rows, tmp_path):
+    for split, length in ((TRAINED, 20), (HELD_OUT, 40)):
+        write(tmp_path / split, [(np.zeros(length, np.int32), np.ones(length, np.bool_))])
+    config = config_of(rows, evaluate_every=every)
+    learner = config.learner.model_copy(update={"tokens_per_micro_batch": 32})
+    config = config.model_copy(update={"learner": learner})
+    line = r"^learner\.tokens_per_micro_batch: 32 cannot hold the run's longest row, of 40 tokens; allowed: at least 4"
+    outcome = pytest.raises(ConfigError, match=line) if refused else nullcontext()
+    with outcome, _rows(config, None, 64, tmp_path) as (folder, lines):
+        assert (folder, lines) == (tmp_path, [])
