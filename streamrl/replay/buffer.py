@@ -402,7 +402,7 @@ class Buffer:
                 self._audit.dropped.add(record)
                 self._drop(life, record, reason, same_prompt=False)
                 return None
-        life.frames, life.spent, life.excused = frames, 0.0, 0  # what may be issued for it next has its whole time
+        life.frames, life.spent = frames, 0.0  # what may be issued for it next has its whole time
         self._emit(record)
         return record
 
@@ -416,7 +416,7 @@ class Buffer:
         key = {"group_id": life.group_id, "attempt": life.attempt}
         self._lives.emit(DROP, worker=life.holder, tokens=record.tokens, reason=reason, **key)
         self._emit(Dropped(**key, reason=reason, same_prompt=same_prompt, prompt_index=prompt_index))
-        life.spent, life.excused = 0.0, 0
+        life.spent = 0.0
         self._leases.exhaust(life)
 
     def _give_back(

@@ -203,7 +203,7 @@ class State:
         self.lives.move(life, ISSUE)
         if life.completed is not None:  # its frames were lost, which the journal does not say
             self._empty(life)
-            life.issues = 0
+            life.issues = life.excused = 0
         life.task, life.prompt_index, life.out = ticket.task, ticket.prompt_index, ticket
         life.attempt, life.required = ticket.attempt, ticket.issued_version.step
         life.issues += 1
@@ -234,7 +234,7 @@ class State:
         self.lives.move(life, DROP)
         self._empty(life)
         if not record.same_prompt:
-            life.prompt_index, life.issues = record.prompt_index, 0
+            life.prompt_index, life.issues, life.excused = record.prompt_index, 0, 0
             life.prompts += 1
             self.cursors[life.task] += 1
 
@@ -243,7 +243,7 @@ class State:
         self.lives.move(life, REGENERATE)
         self.lives.emit(REGENERATE, group_id=life.group_id, attempt=life.attempt)
         self._empty(life)
-        life.issues = 0
+        life.issues = life.excused = 0
 
     def _empty(self, life: Life) -> None:
         """What is kept of its answer is not needed any more."""

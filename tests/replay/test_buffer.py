@@ -177,6 +177,21 @@ def test_ready_generates_an_over_age_group_again_with_the_same_prompt_and_younge
     assert buffer.selection_metrics()["selection/over_age"] == 1
 
 
+def test_what_was_handed_back_does_not_count_against_a_prompt_whose_group_became_too_old_either() -> None:
+    buffer = buffer_of(order="ready", max_attempts=2)
+    for _ in range(2):
+        buffer.issue("b", NEW, 0.0)
+        buffer.release("b", excused=True)
+    straggler, *others = issue_all(buffer)
+    complete(buffer, others)
+    for step in range(2):
+        train(buffer, step)
+    complete(buffer, [straggler])
+    complete(buffer, issue_all(buffer, version=PolicyVersion(2)), PolicyVersion(2))
+    assert buffer.pop(2) is not None
+    assert (buffer.phase(0), buffer.exhausted()) == (Phase.WAITING, [])
+
+
 def test_ready_may_pass_an_over_age_group_on() -> None:
     buffer = buffer_of(order="ready", over_age="pass")
     straggler, *others = issue_all(buffer)
