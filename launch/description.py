@@ -23,6 +23,7 @@ from streamrl.config.file import ConfigError, parse_yaml
 from streamrl.config.section import Section
 from streamrl.config.words import as_text
 from streamrl.places import absolute, chosen
+from streamrl.preflight.machine import check_served
 
 # Keys whose path may be relative: the description has the first, and nodes do not read the second.
 NOT_OF_A_NODE = ("run.folder", "model.shape")
@@ -208,3 +209,5 @@ def _check(description: Description, config: Config) -> None:
                     f"generate.server_args: {name} would be written into what is rendered; allowed: the key in its "
                     "file, see docs/security.md"
                 )
+    if (description.generators or description.learner).gpus:
+        check_served(config)

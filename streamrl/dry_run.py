@@ -42,6 +42,8 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     config = absolute(config if by_shape else with_local_models(config, "description"))
     names = _names(gpus)
     config = with_dtype(config, fresh=fresh, gpus=bool(names))
+    if names:
+        machine.check_served(config)
     placed = device_map(config, len(names)) if names else None
     unchecked = _check(config, made_up=gpus is not None, fresh=fresh)
     if not fresh and (recorded := left_out.load(config.run_folder)).trained:

@@ -96,6 +96,9 @@ def test_a_layout_that_the_recipes_model_does_not_have_is_one_line(place, capsys
 
 def test_a_model_that_is_here_is_checked_with_its_prompts(model, capsys):
     command = ["train", "configs/quickstart.yaml", f"model.path={model}", "--dry-run", "--gpus", "2"]
+    assert cli.main(command) == 2
+    assert "model.dtype: float32 cannot be served on a GPU" in capsys.readouterr().err
+    command.append("model.dtype=auto")
     assert cli.main([*command, "generate.sampling.max_new_tokens=4000"]) == 2
     assert "generate.sampling.max_new_tokens: 4000 does not fit" in capsys.readouterr().err
     assert cli.main(command) == 0
@@ -126,7 +129,8 @@ def test_on_a_machine_without_gpus_every_process_is_on_the_cpu(model, capsys):
 
 
 def test_the_commands_are_those_that_train_starts(model, capsys):
-    overrides = [f"model.path={model}", "learner.ranks=2", "generate.servers=2", "generate.tensor_parallel=2"]
+    overrides = [f"model.path={model}", "model.dtype=bfloat16", "learner.ranks=2"]
+    overrides += ["generate.servers=2", "generate.tensor_parallel=2"]
     assert cli.main(["train", "configs/quickstart.yaml", *overrides, "--dry-run", "--gpus", "6"]) == 0
     lines = capsys.readouterr().out.splitlines()
     started = supervisor.Supervisor(

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 FOLDER = "inputs"  # in the run folder
 TASK, FUNCTIONS = "task.py", "functions" + PICKLED
-DIGESTS = "row_digests.json"
+DIGESTS = "digests.json"
+BY_VALUE = " by value"  # in the name of a Dataset's digest: runs of before have another one, of its rows' text
 
-BATCH = 1000  # rows that are digested at a time
+BATCH = 100  # rows that are read at a time
 
 Data: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
 
@@ -141,7 +142,9 @@ class Inputs:
         return f"{FUNCTIONS}:{name}"
 
     def _digests(self) -> dict[str, str]:
-        return {name: _digest(data) for name, data in self._data.items()}
+        return {
+            name if isinstance(data, bytes) else name + BY_VALUE: _digest(data) for name, data in self._data.items()
+        }
 
 
 def _lines(key: str, rows: Iterable[Mapping[str, Any]], numbered: bool) -> bytes:
@@ -166,7 +169,8 @@ def _digest(data: bytes | datasets.Dataset) -> str:
         found.update(data)
     else:
         for batch in data.with_format("arrow").iter(BATCH):  # images and audio as their bytes, arrays whole
-            found.update(repr(batch.to_pylist()).encode())
+            for row in batch.to_pylist():
+                found.update(repr(row).encode())
     return found.hexdigest()
 
 

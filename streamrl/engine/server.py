@@ -60,8 +60,8 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler polls at 97% of a core, which the learner needs
 }
 
-# A ceiling that a model of any use does not reach on a GPU of today: SGLang takes what fits where that is less. Without
-# it a tiny model gets a cache of hundreds of millions of tokens, and SGLang no room for its indices of them.
+# A ceiling that no run needs: SGLang takes what fits where that is less. Without it a tiny model gets a cache of
+# hundreds of millions of tokens, and SGLang no room for its indices of them.
 CUDA_ARGUMENTS: dict[str, Any] = {"max_total_tokens": 1 << 23}
 
 # The tokens behind a cut prefill's cut are rounded otherwise. A batch has as many tokens as SGLang's chunk on a CPU,

@@ -23,6 +23,7 @@ from streamrl.config import Config, senseless
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig
 from streamrl.engine.client import EngineError
+from streamrl.engine.hardware import has_cuda
 from streamrl.engine.server import ServerFailed
 from streamrl.evaluate.estimate import Mean
 from streamrl.evaluate.evaluator import ORDER, check_evaluated, evaluate, host_evaluated
@@ -35,7 +36,7 @@ from streamrl.hub.repository import label
 from streamrl.lab.output import check_new_folder
 from streamrl.observe.bars import Bar
 from streamrl.observe.ending import MODEL, saved_model
-from streamrl.preflight.machine import check_generator, rounding
+from streamrl.preflight.machine import check_generator, check_served, rounding
 from streamrl.publish.peft import is_adapter
 from streamrl.recorded.weights import kept_versions
 from streamrl.tasks import left_out
@@ -68,6 +69,8 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     weights, served = evaluated(engine, config, run_folder, version, model)
     if engine.trains:
         check_generator(served.generate.each_pool)
+        if has_cuda():
+            check_served(served)
     try:
         check_evaluated(served)
     except ValueError as error:

@@ -32,6 +32,8 @@ WORKER = 0.05
 # Processes that want a core of their own for each core: above it most of the time goes into waiting for a turn.
 CROWDED = 4
 
+FLOAT32 = ("float32", "float")  # SGLang's names of it
+
 
 def check_generator(pools: Sequence[GenerateConfig]) -> None:
     """Refuse generators that would start servers which are not installed. Raises ConfigError."""
@@ -59,6 +61,20 @@ def check_learner_alone(config: Config) -> None:
         )
 
 
+def check_served(config: Config) -> None:
+    """Refuse servers of the run's own on GPUs in a dtype that SGLang's norms do not have there. Raises ConfigError."""
+    for pool in config.generate.each_pool:
+        given = pool.sglang_arguments.get("dtype")
+        dtype = config.model.dtype if given is None else given
+        if dtype in FLOAT32 and not pool.attach:
+            said = f"model.dtype: {dtype}" if given is None else f"generate.server_args: dtype={dtype}"
+            allowed = "auto, bfloat16" if given is None else "bfloat16"
+            raise ConfigError(
+                f"{said} cannot be served on a GPU, where SGLang's norms take 16 bits; allowed: {allowed}, or "
+                "generate.attach"
+            )
+
+
 def check_machine(config: Config) -> None:
     """Refuse a run whose processes this machine cannot hold. Raises ConfigError."""
     if (nodes := config.generate.most_nodes) > 1:
@@ -77,7 +93,7 @@ def check_machine(config: Config) -> None:
             f"{asked} needs Transformer Engine's layers on GPUs, and this machine has none; allowed: null"
         )
     if has_cuda():
-        _check_served(config)
+        check_served(config)
         device_map(config, len(visible_gpus()))
     elif config.generate.quantization is not None and read_shape(config.model.path, family=config.model.built_by).moe:
         raise ConfigError(
@@ -92,16 +108,6 @@ def check_machine(config: Config) -> None:
             f"learner take {needed:.0f} GiB at the least, and this machine has {memory:.0f}; allowed: fewer, or "
             "several machines (docs/launch.md)"
         )
-
-
-def _check_served(config: Config) -> None:
-    """Refuse servers on GPUs in a dtype that SGLang's norms do not have there. Raises ConfigError."""
-    for pool in config.generate.each_pool:
-        if pool.sglang_arguments.get("dtype", config.model.dtype) == "float32" and not pool.attach:
-            raise ConfigError(
-                "model.dtype: float32 cannot be served on a GPU, where SGLang's norms take 16 bits; allowed: auto, "
-                "bfloat16, or generate.attach"
-            )
 
 
 def _check_prefills(config: Config) -> None:

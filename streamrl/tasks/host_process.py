@@ -208,6 +208,7 @@ class Host:
             plays=kind.rollout_group is not Environment.rollout_group,
             scores_all=kind.score_all is not Environment.score_all,
             judges_groups=bool(environment.judges_groups),
+            asks_itself=bool(environment.asks_itself),
             masked=masked,
         )
 

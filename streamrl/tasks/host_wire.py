@@ -101,6 +101,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     plays: bool = False  # it has a course of its own: `rollout_group` runs in the process
     scores_all: bool = False  # it has a `score_all` of its own: all answers of a group in one call
     judges_groups: bool = False
+    asks_itself: bool = False
     masked: list[str] = []  # of ScorerLate, ScorerLost, ScorerUnready, those that say nothing of an answer
 
 

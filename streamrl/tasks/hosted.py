@@ -106,7 +106,8 @@ class Hosted(Environment):
 
     def __init__(self, pool: HostPool, about: About) -> None:
         """`about`: what the class says of itself."""
-        self.size, self.lowest_reward, self.has_turns = about.size, about.lowest_reward, about.has_turns
+        self.size, self.lowest_reward = about.size, about.lowest_reward
+        self.has_turns, self.asks_itself = about.has_turns, about.asks_itself
         self.infrastructure = tuple(
             kind for kind in (ScorerLate, ScorerLost, ScorerUnready) if kind.__name__ in about.masked
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,10 +103,17 @@ class Rows:
         elif test is None:
             self._numbers = _parted(_digests(self._data, asked), arguments, held_out)
         elif held_out:
+            asked = [column for column in asked if column in test.column_names]
             self._data, self._numbers = test, _once(_digests(test, asked), arguments)
         else:
-            numbers, shown = _once(_digests(self._data, asked), arguments), _shown(self._data, test, asked, also)
-            self._numbers = _without(numbers, _digests(self._data, shown), _digests(test, shown))
+            known = _digests(self._data, asked)
+            numbers, shown = _once(known, arguments), [name for name in self._data.column_names if name not in also]
+            if not set(also) & set(asked):
+                self._numbers = _without(numbers, known, _digests(test, asked))
+            elif set(shown) <= set(test.column_names):
+                self._numbers = _less(numbers, _digests(self._data, shown), _digests(test, shown))
+            else:  # nothing says which row of the one is a row of the other
+                self._numbers = numbers
         if not len(self._numbers):
             raise ValueError(_too_few(arguments, 0))
 
@@ -207,16 +215,6 @@ def _named(content: Any) -> str:
     return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else str(content)
 
 
-def _shown(data: datasets.Dataset, test: datasets.Dataset, asked: list[str], also: Sequence[str]) -> list[str]:
-    """The columns by which a row of `data` and one of `test` are the same question.
-
-    What only tells the rows of one data set apart, as their numbers, says nothing of those of another: then all others.
-    """
-    if not set(also) & set(asked):
-        return asked
-    return [column for column in data.column_names if column in test.column_names and column not in also]
-
-
 def _once(digests: np.ndarray, arguments: RowsArguments) -> np.ndarray:
     """The row numbers, int64 [N]: of each question the first, where only that is wanted."""
     if not arguments.distinct:
@@ -227,6 +225,19 @@ def _once(digests: np.ndarray, arguments: RowsArguments) -> np.ndarray:
 def _without(numbers: np.ndarray, digests: np.ndarray, others: np.ndarray) -> np.ndarray:
     """The rows whose question is in no row of `others`."""
     return numbers[~np.isin(digests[numbers], others)]
+
+
+def _less(numbers: np.ndarray, digests: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The rows without as many of each content as `others` have: what tells rows of one data set apart, as their
+    numbers, says nothing of those of another.
+    """
+    left, kept = Counter(others.tolist()), []
+    for number in numbers.tolist():
+        content = int(digests[number])
+        if not left[content]:
+            kept.append(number)
+        left[content] -= left[content] > 0
+    return np.array(kept, np.int64)
 
 
 def _parted(digests: np.ndarray, arguments: RowsArguments, held_out: bool) -> np.ndarray:

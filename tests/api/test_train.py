@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from contextlib import nullcontext
 
 import datasets
@@ -97,7 +98,7 @@ def test_a_data_set_of_the_library_and_one_for_evaluation_travel_as_parquet(conf
     run = configured("tiny", datasets.Dataset.from_list(ROWS), exact, eval_dataset=ROWS[:2])
     run._inputs.write(tmp_path / "written")
     assert sorted(path.name for path in (tmp_path / "written").iterdir()) == [
-        "dataset.parquet", "eval_dataset.jsonl", "row_digests.json", TASK,
+        "dataset.parquet", "digests.json", "eval_dataset.jsonl", TASK,
     ]  # fmt: skip
     assert run.config.task.args["test_path"].endswith("eval_dataset.jsonl")
 
@@ -129,6 +130,26 @@ def test_an_environments_rows_are_held_out_by_what_they_are_and_not_by_their_num
     tasks = {split: FunctionTask(arguments, 1, split) for split in ("train", "probe")}
     found = {split: {task.row(index)["target"] for index in range(task.size)} for split, task in tasks.items()}
     assert found == {"train": {f"t{number}" for number in range(30)} - {"t20"}, "probe": {"t20", "new"}}
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "left"),
+    [
+        ([{"prompt": "play"}] * 50, [{"prompt": "play"}] * 10, 40),  # the environment draws what is played
+        ([{"prompt": "play", "seed": seed} for seed in range(50)], [{"prompt": "play"}] * 3, 50),
+    ],
+)
+def test_an_environment_may_have_one_question_for_all_rows(trained, held_out, left, tmp_path):
+    inputs = Inputs(tmp_path)
+    paths = {
+        key: inputs.add_data(key, rows, numbered=True) for key, rows in (("path", trained), ("test_path", held_out))
+    }
+    inputs.write(tmp_path)
+    arguments = FunctionArguments(**paths, cache=str(tmp_path / "cache"))
+    assert [FunctionTask(arguments, 1, split).size for split in ("train", "probe")] == [left, len(held_out)]
+    (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    arguments = arguments.model_copy(update={"test_path": str(tmp_path / "file.jsonl")})
+    assert FunctionTask(arguments, 1, "probe").size == len(held_out)  # of a file, whose rows have no numbers
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,12 @@ def test_no_process_of_a_server_loads_megatron(name: str, tmp_path: Path):
     """Those that SGLang starts afresh load the module as `__mp_main__`."""
     program = f"""
 import runpy, sys
+from streamrl.engine import hardware
+hardware.has_cuda = lambda: True
 sys.argv = ["launch", "--model-path", {str(tmp_path)!r}, "--no-such-argument"]
 try:
     runpy.run_module("streamrl.engine.launch", run_name={name!r})
-except SystemExit:
+except BaseException:  # it ends with the first thing that it needs of a GPU machine
     pass
 import megatron
 """

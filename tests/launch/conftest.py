@@ -22,7 +22,9 @@ def describe(tmp_path: Path) -> Describe:
 
     def write(*, config: dict[str, Any] | None = None, **description: Any) -> Path:
         base = {"model": {"path": "/shared/models/tiny"}, "run": {"name": "trial"}}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(base | (config or {})))
+        tree = base | (config or {})
+        tree["model"] = {"dtype": "bfloat16"} | tree["model"]  # GPUs serve no float32
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump({"config": "config.yaml", "folder": "/shared/runs", **description}))
         return path

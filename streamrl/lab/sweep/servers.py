@@ -16,6 +16,7 @@ from streamrl.engine.client import EngineClient
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.engine.server import Server, server_arguments, server_environment
 from streamrl.generate.served import engine_keys
+from streamrl.preflight.machine import check_served
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class SharedServers:
             return []
         if kind != self._kind or any(server.exit_code is not None for server in self._servers):
             self.stop()
+            if has_cuda():
+                check_served(config)
             keys = engine_keys(config, self._folder)
             placed = device_map(config, len(gpus := visible_gpus())).workers if has_cuda() else ()
             shares = [tuple(gpus[position] for position in server) for worker in placed for server in worker]
