@@ -12,7 +12,7 @@ trap 'rm -f "$said"' EXIT
 install() {
     pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-cache-dir)
     "$python" -m venv --clear "$venv" &&
-        "${pip[@]}" -r requirements/gpu.txt pytest pytest-timeout pytest-xdist setuptools &&
+        "${pip[@]}" -r requirements/gpu.txt hypothesis pytest pytest-timeout pytest-xdist setuptools &&
         "${pip[@]}" --no-deps --no-build-isolation --editable .
 }
 
