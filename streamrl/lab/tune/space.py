@@ -25,7 +25,6 @@ from streamrl.config.file import ConfigError, value_at
 from streamrl.config.in_flight import most_requests, without_lag
 from streamrl.lab.sweep.plan import override
 from streamrl.lab.tune.search import Point
-from streamrl.replay.orders.base import slots_of
 
 BOUNDS = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 8)
 EVERY = (1, 2, 3, 4)
@@ -220,7 +219,7 @@ class Space:
         if self._takes_all:
             self._leave("generate.requests_in_flight", "auto takes as many as the KV cache allows")
             return (configured,)
-        slots = slots_of(bound, config.replay.groups_per_step)
+        slots = math.floor((bound + 1) * config.replay.groups_per_step)
         most = min(slots, self._most * max(workers))
         if slots > self._most * min(workers):
             key = "requests_in_flight" if config.generate.by_sample else "groups_in_flight"
