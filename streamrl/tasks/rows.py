@@ -234,9 +234,10 @@ def _less(numbers: np.ndarray, digests: np.ndarray, others: np.ndarray) -> np.nd
     left, kept = Counter(others.tolist()), []
     for number in numbers.tolist():
         content = int(digests[number])
-        if not left[content]:
+        if left[content]:
+            left[content] -= 1
+        else:
             kept.append(number)
-        left[content] -= left[content] > 0
     return np.array(kept, np.int64)
 
 
