@@ -369,6 +369,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     groups: tuple[Group, ...]
     quarantined: frozenset[int] = frozenset()  # ids of those that the learner could not train: they are emptied
+    reused: frozenset[int] = frozenset()  # ids of those that an earlier step had (`replay.reuse`)
+
+    @property
+    def fresh(self) -> tuple[Group, ...]:
+        """The groups that no earlier step had."""
+        return tuple(group for group in self.groups if group.group_id not in self.reused)
 
     @property
     def samples(self) -> tuple[Sample, ...]:

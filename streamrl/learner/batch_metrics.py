@@ -32,14 +32,18 @@ class BatchMetrics:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """The `reward/`, `samples/`, `staleness/`, `length/` and `tokens/trained` metrics of one batch.
 
-    Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length. Rewards and
-    failures count rollouts, lengths samples. A batch without any answer, as one whose groups are all quarantined, has
-    no reward and no pass rate, and one without a trained token no staleness: NaN, not 0.
+    Staleness and `tokens/trained` count every trained token (`token_ages`). A rollout counts once, at its first step:
+    in rewards, lengths and failures there is nothing of groups that an earlier step had (`replay.reuse`), and in
+    rewards and lengths nothing of placeholders. Rewards and failures count rollouts, lengths samples.
+    A batch without any answer, as one whose groups are all quarantined, has no reward and no pass rate, and one without
+    a trained token no staleness: NaN, not 0.
     """
-    samples = [sample for sample in batch.samples if not sample.is_placeholder]
-    judged = [sample for group in batch.groups for sample in group.answered]
+    fresh = batch.fresh
+    drawn = [sample for group in fresh for sample in group.samples]
+    samples = [sample for sample in drawn if not sample.is_placeholder]
+    judged = [sample for group in fresh for sample in group.answered]
     failed = sum(FAILED in sample.reward_parts for sample in judged)
-    unjudged = sum(sample.failure == "scorer" for sample in batch.samples)
+    unjudged = sum(sample.failure == "scorer" for sample in drawn)
     rewards = np.array([sample.reward for sample in judged] or [math.nan])
     lengths = np.array([len(sample.output_ids) for sample in samples] or [0])
     trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in samples]
@@ -48,9 +52,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/failed": failed,
-        "reward/failed_share": (failed + unjudged) / max(1, sum(group.size for group in batch.groups)),
+        "reward/failed_share": (failed + unjudged) / max(1, sum(group.size for group in fresh)),
         "pass_rate": float(np.mean([sample.passed for sample in judged])) if judged else math.nan,
-        "signal_rate": float(np.mean([group.has_signal for group in batch.groups])),
+        "signal_rate": float(np.mean([group.has_signal for group in fresh])),
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
         "staleness/mean": float(ages.mean()),
         "staleness/p95": float(np.percentile(ages, 95, method="higher")),
@@ -69,7 +73,7 @@ def task_metrics(batch: Batch, tasks: Iterable[str]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for task in tasks:
         groups = [group for group in batch.groups if group.task == task]
-        samples = [sample for group in groups for sample in group.answered]
+        samples = [sample for group in batch.fresh if group.task == task for sample in group.answered]
         name = f"task/{sanitised(task)}/"
         metrics[name + "groups"] = len(groups) / max(1, len(batch.groups))
         if samples:
@@ -79,12 +83,13 @@ def task_metrics(batch: Batch, tasks: Iterable[str]) -> dict[str, float]:
 
 
 def failed_samples(batch: Batch) -> dict[str, float]:
-    """How many rollouts of a batch have failed, and how many for each reason; a reason without any is absent."""
-    reasons = Counter(sample.failure for sample in batch.samples if sample.is_placeholder)
+    """How many new rollouts of a batch have failed, and how many for each reason; a reason without any is absent."""
+    samples = [sample for group in batch.fresh for sample in group.samples]
+    reasons = Counter(sample.failure for sample in samples if sample.is_placeholder)
     failed = {f"samples/failed_{reason}": reasons[reason] for reason in FAILURES if reasons[reason]}
-    rollouts = sum(group.size for group in batch.groups)
-    several = len(batch.samples) > rollouts
-    branches = {"samples/branches": len(batch.samples) / rollouts} if several else {}
+    rollouts = sum(group.size for group in batch.fresh)
+    several = len(samples) > rollouts
+    branches = {"samples/branches": len(samples) / rollouts} if several else {}
     return {"samples/all": rollouts, **branches, "samples/failed": reasons.total(), **failed}
 
 

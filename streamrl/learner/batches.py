@@ -310,7 +310,6 @@ class RecordedBatches(LocalBatches):
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches: Iterator[Batch] = iter(batches)
-        self._seen: set[int] = set()  # groups, which later steps may have again
 
     def next(self, step: int, timeout: float) -> Delivery:
         """The recorded batch of `step`; stops at the end of the record. Raises ValueError for a gap."""
@@ -319,9 +318,7 @@ class RecordedBatches(LocalBatches):
             return Delivery("stop")
         if batch.step != step:
             raise ValueError(f"the record has no batch of step {step}, the next is {batch.step}")
-        fresh = [group for group in batch.groups if group.group_id not in self._seen]
-        self._seen |= {group.group_id for group in fresh}
-        return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in fresh)})
+        return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in batch.fresh)})
 
 
 def _metrics(stats: dict[str, Any]) -> dict[str, Any]:

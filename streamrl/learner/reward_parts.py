@@ -35,13 +35,13 @@ class RewardParts:
             self._admit(name.removeprefix(PREFIX) for name in row if name.startswith(PREFIX))
 
     def of(self, batch: Batch) -> dict[str, float]:
-        """`reward/part/NAME`: mean over the rollouts that have the part; placeholders have none.
+        """`reward/part/NAME`: mean over the new rollouts that have the part; placeholders have none.
 
         The part of a failed scorer is left out: `reward/failed` counts it. Names that are one when they are
         `sanitised` share a mean. `reward/parts_left_out`, where there are any: names beyond MOST.
         """
         values: dict[str, list[float]] = defaultdict(list)
-        for sample in (sample for group in batch.groups for sample in group.answered):
+        for sample in (sample for group in batch.fresh for sample in group.answered):
             for name, value in sample.reward_parts.items():
                 if name != FAILED:
                     values[sanitised(name)].append(value)

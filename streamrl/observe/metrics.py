@@ -45,7 +45,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "learner steps in the weights after this one"),
     Metric("version", "", "policy version after this step"),
     Metric("time", "s", "end of the step, since the epoch"),
-    Metric("reward/mean", "", "mean reward of the rollouts"),
+    Metric("reward/mean", "", "mean reward of the rollouts; here and below each counts once, at its first step"),
     Metric("reward/std", "", "standard deviation of the rollouts' rewards"),
     Metric("reward/failed", "samples", "answers on which the scorer raised: trained with the task's lowest reward"),
     Metric("reward/failed_share", "share", "samples whose scorer failed: those, and samples/failed_scorer"),

@@ -118,7 +118,8 @@ class Delivery:
         )
         self._tokens = 0
         ids = [stored.group_id for stored in groups]
-        again = {"reused": reused} if (reused := [stored.group_id for stored in groups if stored.again]) else {}
+        reused = [stored.group_id for stored in groups if stored.again]
+        again = {"reused": reused} if reused else {}
         self._events.emit(
             "batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes, group_ids=ids, **again
         )
@@ -128,5 +129,6 @@ class Delivery:
             stats=stats,
             ledger=self._durable.ledger(),
             quarantined=tuple(stored.group_id for stored in groups if stored.quarantined),
+            reused=tuple(reused),
         )
         return _Batch(header, groups, self._durable.mark)

@@ -189,7 +189,7 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
         groups = tuple(decode_group(*load_frames(folder, *places[group_id])) for group_id in ids)
         out = {group.group_id for group in groups if contents.is_out(step, group.group_id, group.attempt)}
         groups = tuple(group.emptied if group.group_id in out else group for group in groups)
-        yield Batch(step=step, groups=groups, quarantined=frozenset(out))
+        yield Batch(step=step, groups=groups, quarantined=frozenset(out), reused=frozenset(contents.reused[step]))
         due = step + 1
 
 

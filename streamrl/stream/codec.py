@@ -199,7 +199,8 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer]) -> Batch:
         raise MalformedMessage(f"batch of step {header.step}: {len(frames)} frames for {header.groups} groups")
     pairs = zip(frames[::2], frames[1::2], strict=True)
     groups = tuple(decode_group(*pair) for pair in pairs)
-    return Batch(step=header.step, groups=groups, quarantined=frozenset(header.quarantined))
+    quarantined, reused = frozenset(header.quarantined), frozenset(header.reused)
+    return Batch(step=header.step, groups=groups, quarantined=quarantined, reused=reused)
 
 
 def _distinct_prompts(group: Group) -> tuple[list[int], list[np.ndarray]]:

@@ -302,6 +302,7 @@ class BatchHeader(Message, frozen=True, kw_only=True):
     stats: BatchStats
     ledger: Ledger | None = None  # as it is when this batch is trained: for the checkpoint
     quarantined: tuple[Count, ...] = ()  # group ids: sent as placeholders, since the learner could not train them
+    reused: tuple[Count, ...] = ()  # group ids: an earlier step had them
 
 
 class Quarantined(Message, frozen=True, kw_only=True):

@@ -41,6 +41,10 @@ def test_a_run_with_reuse_whose_service_and_learner_are_killed_is_audited_and_re
     rows = list(read_metrics(run.folder))
     assert sum(row["replay/reused"] for row in rows) == STEPS * P - len(uses) > STEPS
     assert max(row["staleness/max"] for row in rows) <= 4
+    for row, batch in zip(rows, recorded_batches(run.folder / "journal"), strict=True):
+        rewards = [sample.reward for group in batch.fresh for sample in group.answered]
+        assert len(batch.reused) == row["replay/reused"]
+        assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
 
     assert cli.main(["audit", str(run.folder)]) == 0
     assert f"of them trained again {STEPS * P - len(uses)}" in capsys.readouterr().out

@@ -38,6 +38,27 @@ def test_failed_samples_are_counted_by_reason_and_answers_without_a_score_apart(
     assert all(map(is_known, metrics))
 
 
+def test_a_rollout_counts_once_however_often_it_is_trained(make_group: Callable[..., Group]) -> None:
+    right, wrong = (
+        replace(group, samples=tuple(replace(sample, reward=reward) for sample in group.samples))
+        for group, reward in ((make_group(0, samples=2, tokens=9), 1.0), (make_group(1, samples=2, tokens=5), 0.0))
+    )
+    lost = make_group(2, samples=2).as_placeholders("lost")
+    config = Config.model_validate({"task": {"mix": [{"name": "copy"}, {"label": "other"}]}})
+    batch = Batch(step=3, groups=(right, wrong, lost), reused=frozenset({0, 2}))
+    once = BatchMetrics(config).of(Batch(step=3, groups=(wrong,)))
+    metrics = BatchMetrics(config).of(batch)
+    trained = {"tokens/trained", "task/copy/groups", "task/other/groups"} | {
+        name for name in metrics if "stale" in name
+    }
+    assert {name: metrics[name] for name in metrics.keys() - trained} == {
+        name: once[name] for name in once.keys() - trained
+    }
+    assert metrics["tokens/trained"] == 2 * 9 + 2 * 5
+    assert metrics["task/copy/groups"] == 1.0
+    assert BatchMetrics(config).of(replace(batch, reused=frozenset()))["reward/mean"] == 0.5
+
+
 def test_every_reason_has_a_metric() -> None:
     assert {f"samples/failed_{reason}" for reason in FAILURES} < NAMES
 

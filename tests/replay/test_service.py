@@ -42,6 +42,7 @@ from streamrl.stream.messages import (
     Heartbeat,
     Hello,
     Introduce,
+    Measured,
     Next,
     Progress,
     Publish,
@@ -117,6 +118,29 @@ def test_a_whole_run_with_two_workers_a_learner_and_a_publisher(
     ]
     assert [event["tokens"] for event in running.events_of("group.accepted")] == [20] * 6
     assert not (running.folder / "replay.address").exists()
+
+
+def test_the_learner_and_the_journal_are_told_which_groups_an_earlier_step_had(
+    start: Callable[..., Running], make_group: MakeGroup
+) -> None:
+    running = start(replay={"reuse": 2, "max_staleness": 3}, checkpoint={"keep_every": 1})
+    worker, learner = running.worker(), running.learner()
+    batches = []
+    for step in range(2):
+        learner.send(Next(step=step))
+        while not isinstance(batch := learner.receive(0.02), ReceivedBatch):
+            while isinstance(message := worker.receive(0.02), Tickets | Accepted):
+                for ticket in message.tickets if isinstance(message, Tickets) else ():
+                    worker.send(make_group(ticket.group_id, version=ticket.issued_version))
+        batches.append(batch.batch)
+        learner.send(Measured(step=step, ess=(0.9, 0.8)))
+        learner.send(Progress(version=PolicyVersion(step + 1)))
+    assert [(sorted(batch.reused), [group.group_id for group in batch.fresh]) for batch in batches] == [
+        ([], [0, 1]),
+        ([0], [2]),
+    ]
+    running.close()
+    assert [batch.reused for batch in recorded_batches(running.folder / "journal")] == [frozenset(), frozenset({0})]
 
 
 def test_nothing_is_issued_beyond_the_slots_until_a_server_has_the_weights(
