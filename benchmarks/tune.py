@@ -12,10 +12,10 @@ have cores of their own.
 No setting of the grid has another micro batch, and the choice may. So the choice and the best setting with its micro
 batch take turns once more: the definition that looks worse, which has no bar.
 
-Exit code 1 where the choice's median is below BAR of the best one's. The median of the rounds' ratios is printed beside
-it: the machine's drift meets both sides of a round alike. Where the interval is wide, `--rounds` adds to
-those that are kept; the verdict is that of all of them. The quick form runs few and short ones, and judges
-nothing. What is measured is kept in FOLDER: the same command goes on.
+Exit code 1 where the choice's median is below BAR of the best one's, or the median of the rounds' ratios is: the
+machine's drift meets both sides of a round alike, and may favour either in the medians. Where the interval is wide,
+`--rounds` adds to those that are kept; the verdict is that of all of them. The quick form runs few and short ones, and
+judges nothing. What is measured is kept in FOLDER: the same command goes on.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def main() -> int:
             with bench(name, root / name, form) as found:
                 compared[name], row = found.run()
                 rows.append(row)
-    missed = [name for name, (of_grid, *_) in compared.items() if of_grid.verdict.of_medians.value < BAR]
+    missed = [name for name, (of_grid, *_) in compared.items() if of_grid.verdict.least < BAR]
     ratios = [
         {"name": f"choice of the best{each.told}, {name}{how}", "median": of.value, "low": of.low, "high": of.high}
         for name, comparisons in compared.items()

@@ -102,6 +102,11 @@ class Verdict:
     of_medians: Estimate
     in_rounds: Estimate  # the median of the rounds' ratios: what the machine does besides meets both alike
 
+    @property
+    def least(self) -> float:
+        """By the definition that looks worse."""
+        return min(self.of_medians.value, self.in_rounds.value)
+
 
 def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]]) -> Verdict:
     """`choice`, and each of the others: tokens/s by round.
