@@ -3,17 +3,19 @@
     python -m benchmarks.peers [--shape short|long] [--quick] [--repeats N] [--model FOLDER] [--python PATH]
                                [--json FILE] [--keep FOLDER]
 
-    streamrl   `streamrl train configs/pretrained.yaml`: SGLang generates while Megatron-Core trains, bound 2
-    trl        `GRPOTrainer` in one process: Hugging Face's generate, then a training step (`peers_trl.py`)
+    streamrl, DTYPE   `streamrl train configs/pretrained.yaml`: SGLang generates while Megatron-Core trains, bound 2
+    TRL, DTYPE        `GRPOTrainer` in one process: Hugging Face's generate, then a training step (`peers_trl.py`)
 
 Both start from the same weights and ask the same prompts in the same order: one-digit sums. `short`: 8 prompts a step
 with 8 answers of at most 12 tokens, up to a reward. `long`: 4 prompts with 4 answers of at most 192 tokens that explain
 themselves, so that what a prompt costs counts little; it has no reward to reach, and is of speed alone.
 
 Both have the same reward, loss, optimizer and learning rate, weights in float32, and the whole machine with whatever
-threads they take by default. streamrl's passes are in what `model.dtype: auto` is here. TRL's are in whichever of
-bfloat16 and float32 is faster here: before the first repeat it trains a few steps in either, and both are printed. TRL
-has an environment of its own, made from requirements/peers.txt where `--python` names no other.
+threads they take by default. streamrl runs in what `model.dtype: auto` is here, and in float32 where that is another:
+at a small learning rate a weight in bfloat16 moves only once its changes add up to half a rounding step, so that the
+faster passes may need more steps. TRL's passes are in whichever of both is faster here: before the first repeat it
+trains a few steps in either, and both are printed. TRL has an environment of its own, made from requirements/peers.txt
+where `--python` names no other.
 
 A side has reached the reward at the first step at which the mean reward of five steps is TARGET. A run is ended there,
 and nothing behind it counts. Tokens/s are those trained between the end of the warm-up and there,
@@ -35,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -65,6 +68,7 @@ from streamrl.generate.tokenizer import Tokenizer
 from streamrl.lab.output import output_file
 from streamrl.tasks.registry import build_task
 
+OURS, THEIRS = "streamrl", "TRL"
 QUICK_STEPS = 4  # that a run of the quick form has
 DTYPE_STEPS = 4  # of TRL in either dtype, before the first repeat
 WARM_UP = 2  # first steps that no tokens/s counts
@@ -121,25 +125,29 @@ class Bench:
             found[dtype] = self._trl(f"trl-{dtype}", 1, few, bf16=dtype == "bfloat16").tokens_per_s
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 
-    def measure(self, repeats: int, *, bf16: bool) -> list[dict[str, Run]]:
-        """Both sides in turn; who is first changes from repeat to repeat. bf16: of TRL's passes."""
-        done = []
+    def sides(self, dtypes: Sequence[str], trl: str) -> dict[str, Callable[[int], Run]]:
+        """A run of each by its seed, TRL last; dtypes: of streamrl; trl: of TRL's passes."""
+        found: dict[str, Callable[[int], Run]] = {
+            f"{OURS}, {dtype}": partial(self._streamrl, dtype) for dtype in dict.fromkeys(dtypes)
+        }
+        bf16 = trl == "bfloat16"
+        return found | {f"{THEIRS}, {trl}": lambda seed: self._trl(f"trl-{seed}", seed, self.shape, bf16=bf16)}
+
+    def measure(self, sides: Mapping[str, Callable[[int], Run]], repeats: int) -> list[dict[str, Run]]:
+        """All sides in turn; who is first changes from repeat to repeat."""
+        done, names = [], list(sides)
         for seed in range(1, repeats + 1):
-            runs: dict[str, Run] = {}
-            for name in ("streamrl", "trl") if seed % 2 else ("trl", "streamrl"):
-                if name == "streamrl":
-                    runs[name] = self._streamrl(f"streamrl-{seed}", seed)
-                else:
-                    runs[name] = self._trl(f"trl-{seed}", seed, self.shape, bf16=bf16)
-            speeds = ", ".join(f"{name} {runs[name].tokens_per_s:.1f} tokens/s" for name in ("streamrl", "trl"))
+            first = (seed - 1) % len(names)
+            runs = {name: sides[name](seed) for name in (*names[first:], *names[:first])}
+            speeds = ", ".join(f"{name} {runs[name].tokens_per_s:.1f} tokens/s" for name in names)
             print(f"repeat {seed}: {speeds}", flush=True)
-            done.append({name: runs[name] for name in ("streamrl", "trl")})
+            done.append({name: runs[name] for name in names})
         return done
 
-    def _streamrl(self, name: str, seed: int) -> Run:
+    def _streamrl(self, dtype: str, seed: int) -> Run:
         without_generation = math.ceil(config_file.load(CONFIG).replay.bound)  # last steps: not counted
         longer = replace(self.shape, steps=self.shape.steps + without_generation)
-        config = configuration(self.folder, self.model, name, seed, longer)
+        config = configuration(self.folder, self.model, f"streamrl-{dtype}-{seed}", seed, longer, dtype=dtype)
         return _timed(lambda: run_streamrl(config, self.shape.target), config, self.shape)
 
     def _trl(self, name: str, seed: int, shape: Shape, *, bf16: bool) -> Run:
@@ -174,12 +182,19 @@ def reading(prompt: float, repeats: Sequence[Mapping[str, Run]], config: Config)
 
 
 def ratios(repeats: Sequence[Mapping[str, Run]]) -> dict[str, list[Interval]]:
-    """streamrl over TRL, a value a repeat: higher is better. Of the reward only where any run has come to it."""
-    found = {"tokens/s of TRL": [exact(each["streamrl"].tokens_per_s / each["trl"].tokens_per_s) for each in repeats]}
+    """Each of streamrl's sides over TRL, a value a repeat: higher is better. Of the reward only where any run has come
+    to it."""
+    *ours, trl = repeats[0]
+    found = {
+        f"{name}: tokens/s of TRL": [exact(each[name].tokens_per_s / each[trl].tokens_per_s) for each in repeats]
+        for name in ours
+    }
     if all(run.to_reward is None for each in repeats for run in each.values()):
         return found
-    sooner = [over(each["trl"].reward_time, each["streamrl"].reward_time) for each in repeats]
-    return found | {"times sooner at the reward": sooner}
+    return found | {
+        f"{name}: times sooner at the reward": [over(each[trl].reward_time, each[name].reward_time) for each in repeats]
+        for name in ours
+    }
 
 
 def show(console: Console, repeats: Sequence[Mapping[str, Run]], shape: Shape) -> None:
@@ -203,7 +218,7 @@ def show(console: Console, repeats: Sequence[Mapping[str, Run]], shape: Shape) -
         if of_reward and (ended := sum(run.to_reward is None for run in runs)):
             lines.append(f"{name}: {ended} of {len(runs)} ended before the reward, and count as more than they had")
     console.print(drawn)
-    for line in (*lines, "; ".join(f"{name}: {told(values)}" for name, values in ratios(repeats).items())):
+    for line in (*lines, *(f"{name}: {told(values)}" for name, values in ratios(repeats).items())):
         print(line)
 
 
@@ -260,15 +275,16 @@ def main() -> int:
         speeds = bench.trl_speeds()
         chosen = next(iter(speeds))
         in_either = ", ".join(f"{dtype} {speed:.1f} tokens/s" for dtype, speed in speeds.items())
-        print(f"passes: streamrl in {config.model.dtype}; TRL in {chosen}, of {in_either}", flush=True)
-        repeats = bench.measure(options.repeats or (1 if options.quick else 5), bf16=chosen == "bfloat16")
+        dtypes = (config.model.dtype, "float32")
+        print(f"passes: streamrl in {' and '.join(dict.fromkeys(dtypes))}; TRL in {chosen}, of {in_either}", flush=True)
+        repeats = bench.measure(bench.sides(dtypes, chosen), options.repeats or (1 if options.quick else 5))
         read = reading(prompt_length(config), repeats, config)
     console = Console()
     show(console if console.is_terminal else Console(width=WIDTH), repeats, shape)
     print(read)
     if options.json:
-        dtypes = {"streamrl": config.model.dtype, "trl": chosen, "trl_tokens_per_s": speeds}
-        content = {"shape": options.shape, **figures(repeats, shape, dtypes)}
+        chosen_by = {"streamrl": config.model.dtype, "trl": chosen, "trl_tokens_per_s": speeds}
+        content = {"shape": options.shape, **figures(repeats, shape, chosen_by)}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 

@@ -66,7 +66,7 @@ class Step:
     waited: float  # seconds without training
 
 
-def configuration(folder: Path, model: Path, name: str, seed: int, shape: Shape) -> Config:
+def configuration(folder: Path, model: Path, name: str, seed: int, shape: Shape, *, dtype: str = "auto") -> Config:
     """Of a streamrl run, and so of TRL's."""
     overrides = {
         **shape.keys,
@@ -81,6 +81,7 @@ def configuration(folder: Path, model: Path, name: str, seed: int, shape: Shape)
         "checkpoint.every": 0,
         "publish.keep_every": 0,
         "observe.console": "false",
+        "model.dtype": dtype,
     }
     return with_dtype(config_file.load(CONFIG, [f"{key}={value}" for key, value in overrides.items()]))
 

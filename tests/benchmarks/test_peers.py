@@ -87,15 +87,16 @@ def test_a_run_that_ends_before_the_reward_counts_as_more_than_its_seconds():
 
 def test_a_ratio_of_seconds_leaves_no_repeat_out():
     repeats = [
-        {"streamrl": run_of(60.0, 50.0), "trl": run_of(30.0, 100.0)},
-        {"streamrl": run_of(60.0, 50.0), "trl": run_of(30.0, None)},  # 80 s at least: 1.6 times and more
-        {"streamrl": run_of(60.0, None), "trl": run_of(30.0, 100.0)},  # 1.25 times at most
-        {"streamrl": run_of(60.0, None), "trl": run_of(30.0, None)},
+        {"streamrl, x": run_of(60.0, 50.0), "TRL, x": run_of(30.0, 100.0)},
+        {"streamrl, x": run_of(60.0, 50.0), "TRL, x": run_of(30.0, None)},  # 80 s at least: 1.6 times and more
+        {"streamrl, x": run_of(60.0, None), "TRL, x": run_of(30.0, 100.0)},  # 1.25 times at most
+        {"streamrl, x": run_of(60.0, None), "TRL, x": run_of(30.0, None)},
     ]
     found = ratios(repeats)
-    assert found["tokens/s of TRL"] == [exact(2.0)] * 4
-    assert found["times sooner at the reward"] == [exact(2.0), at_least(1.6), Interval(0, 1.25), at_least(0)]
-    assert "times sooner at the reward" not in ratios(repeats[3:])
+    assert found["streamrl, x: tokens/s of TRL"] == [exact(2.0)] * 4
+    sooner = "streamrl, x: times sooner at the reward"
+    assert found[sooner] == [exact(2.0), at_least(1.6), Interval(0, 1.25), at_least(0)]
+    assert sooner not in ratios(repeats[3:])
     stated = peers.figures(repeats[:3], SHAPES["short"], {})["ratios"][1]
     assert (stated["median"], stated["low"], stated["high"]) == (1.6, 0, 2.0)
 
@@ -111,11 +112,11 @@ def test_the_median_of_values_that_are_known_on_one_side_is_between_the_medians_
 
 
 def test_the_table_says_how_many_ended_before_the_reward_and_which_cpu_it_was(capsys):
-    repeats = [{"streamrl": run_of(60.0, None), "trl": run_of(30.0, 100.0)}] * 3
+    repeats = [{"streamrl, x": run_of(60.0, None), "TRL, x": run_of(30.0, 100.0)}] * 3
     peers.show(Console(width=peers.WIDTH), repeats, SHAPES["short"])
     out = capsys.readouterr().out
-    assert "streamrl: 3 of 3 ended before the reward, and count as more than they had" in out
-    assert "trl: " not in out
+    assert "streamrl, x: 3 of 3 ended before the reward, and count as more than they had" in out
+    assert "TRL, x: " not in out
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     assert peers.machine().startswith(names[0] if names else platform.machine())
     peers.show(Console(width=peers.WIDTH), repeats, SHAPES["long"])
@@ -134,6 +135,22 @@ def test_trl_trains_in_the_dtype_that_is_faster_here(tmp_path, monkeypatch):
     assert list(speeds) == ["float32", "bfloat16"]
     assert speeds["float32"] == pytest.approx(2 * speeds["bfloat16"])
     assert asked == [(4, None, True), (4, None, False)]
+
+
+def test_the_sides_run_in_turn_and_each_is_first_once(tmp_path):
+    bench = peers.Bench(tmp_path, tmp_path / "model", Path(sys.executable), SHAPES["short"])
+    assert list(bench.sides(("float32", "float32"), "bfloat16")) == ["streamrl, float32", "TRL, bfloat16"]
+    names = list(bench.sides(("bfloat16", "float32"), "float32"))
+    assert names == ["streamrl, bfloat16", "streamrl, float32", "TRL, float32"]
+    order = []
+
+    def side(name):
+        return lambda seed: order.append((seed, name)) or run_of(60.0, None)
+
+    repeats = bench.measure({name: side(name) for name in names}, 3)
+    assert [list(each) for each in repeats] == [names] * 3
+    assert [name for _, name in order[::3]] == names
+    assert sorted(order) == sorted((seed, name) for seed in (1, 2, 3) for name in names)
 
 
 def test_long_answers_are_of_the_same_run_with_less_of_everything_else(tmp_path):
@@ -165,7 +182,7 @@ def test_what_training_reads_counts_a_prompt_once_a_group_or_once_an_answer(tmp_
     config = configuration(tmp_path, tmp_path / "model", "run", 3, Shape(7, TARGET))
     groups, size = config.replay.groups_per_step, config.generate.group_size
     run = run_of(60.0, 50.0)
-    said = peers.reading(20.0, [{"streamrl": run, "trl": run}], config)
+    said = peers.reading(20.0, [{"streamrl, x": run, "TRL, x": run}], config)
     assert f"reads {20 * groups + 5 * groups * size} tokens" in said
     assert f"TRL's {25 * groups * size}," in said
 
@@ -200,4 +217,6 @@ def test_both_sides_train_a_tiny_model_with_chat_messages(shape, tmp_path):
     assert found["dtypes"]["trl"] == max(speeds, key=speeds.get)
     assert f"TRL in {found['dtypes']['trl']}, of" in done.stdout
     (repeat,) = found["repeats"]
-    assert {name: run["tokens_per_s"] > 0 for name, run in repeat.items()} == {"streamrl": True, "trl": True}
+    ours = dict.fromkeys((found["dtypes"]["streamrl"], "float32"))
+    assert list(repeat) == [*(f"streamrl, {dtype}" for dtype in ours), f"TRL, {found['dtypes']['trl']}"]
+    assert all(run["tokens_per_s"] > 0 for run in repeat.values())
