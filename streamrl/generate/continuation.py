@@ -9,6 +9,9 @@ again, so that each token keeps the log-prob and the version with which it was d
 which token is of which version only at the end of a part. Of a part that was under way during an update and never
 came to an end, the pieces that came after the update are drawn again, because nobody can say whose they are.
 
+A server that ends a request looks for no end in the tokens of its last step. An end token among those of an aborted
+part is the answer's end, and what was drawn behind it (of drafts) is dropped.
+
 The experts of tokens come at the end of a part, too. Where a part had none, the next one tells those that its own
 version routed the tokens to. They are UNKNOWN then, unless both are of one version: the learner's router decides. To
 draw the tokens again would cost a long answer for the routing of some of it.
@@ -48,10 +51,12 @@ class Continuation:
     def __init__(self, prompt: Sequence[int], sampling: dict[str, Any], ends: Ends | None = None) -> None:
         """`prompt` ids and SGLang's sampling parameters of the whole answer, `max_new_tokens` among them.
 
+        Its `stop_token_ids` are all the tokens that end the answer; none does with `ignore_eos`.
         `ends`: an answer in which it finds an end is finished, whatever the server says; what is behind it stays.
         """
         self._prompt = prompt
         self._sampling = sampling
+        self._end_ids = frozenset(() if sampling.get("ignore_eos") else sampling.get("stop_token_ids") or ())
         self._id = ""
         self._ids: list[int] = []
         self._logprobs: Logprobs = []
@@ -173,10 +178,14 @@ class Continuation:
         if meta.prompt_tokens is not None:
             self._prompt_tokens = meta.prompt_tokens - before
         if meta.routed_experts is not None and ids:
-            self._read(np.frombuffer(base64.b64decode(meta.routed_experts), np.int32), before)
+            self._read(np.frombuffer(base64.b64decode(meta.routed_experts), np.int32), before, before + len(ids))
 
     def _add(self, ids: list[int], logprobs: Logprobs, kept: Kept | None, spans: Sequence[WeightVersionSpan]) -> None:
         before, self._part = len(self._ids), None
+        if not self.finished and (end := self._length(ids)) is not None:
+            ids, logprobs, kept = ids[:end], logprobs[:end], None if kept is None else kept[:end]
+            spans = [replace(span, end=min(span.end, end)) for span in spans if span.start < end]
+            self._finish = STOP
         self._ids += ids
         self._logprobs += logprobs
         if kept is not None:
@@ -189,6 +198,10 @@ class Continuation:
         if not self.finished and self.ended:
             self._finish = STOP
 
+    def _length(self, ids: Sequence[int]) -> int | None:
+        """Tokens up to the first end token; None without one."""
+        return next((place for place, token in enumerate(ids, 1) if token in self._end_ids), None)
+
     def _append(self, span: WeightVersionSpan) -> None:
         """A span behind the others; neighbours of one version are one, where both are exact or neither is."""
         if span.end == span.start:
@@ -197,18 +210,19 @@ class Continuation:
             span = replace(self._spans.pop(), end=span.end)
         self._spans.append(span)
 
-    def _read(self, told: np.ndarray, before: int) -> None:
+    def _read(self, told: np.ndarray, before: int, drawn: int) -> None:
         """The experts of every token that the server read for this part, the prompt and former parts among them.
 
         told: int32 [tokens read * layers * top_k]; before: tokens of former parts. Those were read again, perhaps by
         newer weights: what was recorded when they were drawn stays. Of the others, token t + 1 of the output was drawn
-        from the experts of token t: they are UNKNOWN where that was not by the one version of this part. Raises
-        ValueError where their number does not fit the tokens.
+        from the experts of token t: they are UNKNOWN where that was not by the one version of this part. drawn: tokens
+        of all parts, with those behind an end token, which the server has read as well. Raises ValueError where their
+        number does not fit the tokens.
         """
-        prompt, read = self._prompt_tokens, self._prompt_tokens + len(self._ids) - 1
+        prompt, read = self._prompt_tokens, self._prompt_tokens + drawn - 1
         if read < 1 or len(told) % read:
             raise ValueError(f"{len(told)} routed experts for {read} tokens that were read")
-        experts = told.reshape(read, -1).copy()
+        experts = told.reshape(read, -1)[: prompt + len(self._ids) - 1].copy()
         known = 0 if self._experts is None else len(self._experts)
         if self._experts is not None:
             experts[:known] = self._experts

@@ -36,6 +36,9 @@ MARK = "~~answer of the policy~~"
 # What a template writes that takes every content for text, and is given an image.
 IMAGE_AS_IT_IS = "{'type': 'image'"
 
+# Tokens at which SGLang ends answers whatever the model says, where a server has a tokenizer.
+ADDED_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+
 
 class Tokenizer:
     """Text and conversations to token ids, and back."""
@@ -190,10 +193,12 @@ class Tokenizer:
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
     def _end_ids(self, model: Path) -> tuple[int, ...]:
-        """The end tokens of config.json, generation_config.json and the tokenizer."""
-        found: list[int | None] = [self._tokenizer.token_to_id(self._special_tokens().get("eos_token", ""))]
-        for name in ("config.json", "generation_config.json"):
-            ids = _read_json(model / name).get("eos_token_id")
+        """The end tokens of config.json, generation_config.json and the tokenizer, and those that SGLang adds."""
+        config = _read_json(model / "config.json")
+        texts = (self._special_tokens().get("eos_token", ""), *ADDED_ENDS)
+        found: list[int | None] = [self._tokenizer.token_to_id(text) for text in texts]
+        for told in (config, config.get("text_config") or {}, _read_json(model / "generation_config.json")):
+            ids = told.get("eos_token_id")
             found += ids if isinstance(ids, list) else [ids]
         return tuple(sorted({end for end in found if end is not None}))
 

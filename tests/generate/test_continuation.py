@@ -134,6 +134,57 @@ def test_an_answer_that_was_cut_behind_its_last_token_is_whole():
     assert answer.answer().meta_info.finish_reason.type == "length"
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("drawn", [5, 7], ids=["the last token", "drafts behind it"])
+def test_an_answer_that_is_ended_in_the_step_of_its_end_token_is_whole(drawn: int, in_pieces: bool):
+    """The server looks for no end any more in that step, in which it may keep several drafts."""
+    answer = Continuation(PROMPT, {**SAMPLING, "stop_token_ids": [9, IDS[4]]})
+    cut = part(0, drawn, "abort", ("1.0", 0, 3), ("2.0", 3, drawn))
+    sets, logprobs = [[token, 1] for token in IDS[:drawn]], [-0.5] * drawn
+    told = replace(cut.meta_info, output_token_sampling_mask=sets, output_token_sampling_logprobs=logprobs)
+    if in_pieces:
+        answer.begin(PolicyVersion(1))
+        for start, end, finish in ((0, 3, None), (3, drawn, told.finish_reason)):
+            kept = sets[:end], logprobs[:end]
+            known = told.weight_versions, told.output_token_logprobs[:end], told.routed_experts
+            answer.add(Piece(IDS[start:end], PieceMeta("a", finish, *known, *kept, end, "1.0")))
+    else:
+        answer.add(replace(cut, meta_info=told))
+    assert (answer.fault, answer.finished, answer.goes_on) == ("", True, False)
+    whole = answer.answer()
+    meta = whole.meta_info
+    assert (whole.output_ids, meta.finish_reason) == (IDS[:5], FinishReason("stop"))
+    assert [entry[1] for entry in meta.output_token_logprobs] == IDS[:5]
+    assert spans(answer) == [("1.0", 0, 3), ("2.0", 3, 5)]
+    assert rows(answer) == EXPERTS[: 2 * (len(PROMPT) + 4)].reshape(-1, 2).tolist()
+    assert meta.output_token_sampling_mask == [[token, 1] for token in IDS[:5]]
+    assert meta.output_token_sampling_logprobs == [-0.5] * 5
+
+
+def test_the_end_token_of_a_later_part_is_the_answers_too():
+    answer = Continuation(PROMPT, {**SAMPLING, "stop_token_ids": [IDS[6]]})
+    answer.add(part(0, 5, "abort", ("1.0", 0, 5)))
+    assert answer.goes_on
+    answer.add(part(5, 9, "abort", ("1.0", 0, 1), ("2.0", 1, 4)))
+    assert answer.finished
+    assert answer.answer().output_ids == IDS[:7]
+    assert spans(answer) == [("1.0", 0, 6), ("2.0", 6, 7)]
+    assert len(rows(answer)) == len(PROMPT) + 6
+
+
+def test_an_end_token_in_the_last_place_is_an_end_and_no_lack_of_room():
+    answer = Continuation(PROMPT, {**SAMPLING, "stop_token_ids": [IDS[11]]})
+    answer.add(part(0, 12, "abort", ("1.0", 0, 12)))
+    assert answer.answer().meta_info.finish_reason.type == "stop"
+
+
+@pytest.mark.parametrize("own", [{"stop_token_ids": []}, {"stop_token_ids": [IDS[4]], "ignore_eos": True}])
+def test_where_no_token_is_to_end_an_answer_it_goes_on(own: dict):
+    answer = Continuation(PROMPT, {**SAMPLING, **own})
+    answer.add(part(0, 5, "abort", ("1.0", 0, 5)))
+    assert answer.rest() == (PROMPT + IDS[:5], {**SAMPLING, **own, "max_new_tokens": 7})
+
+
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_an_answer_that_is_given_up_is_an_abort_with_what_it_has(tokens: int):
     answer = Continuation(PROMPT, SAMPLING)

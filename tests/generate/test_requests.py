@@ -32,6 +32,7 @@ PROMPTS = [[1, 4, 2, 8], [3, 3, 5], [7, 1, 0, 2, 5, 8]]
 TOKENS = 300
 SAMPLING = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
 UPDATES = 2
+ROUNDS = 20
 
 
 class Some:
@@ -117,6 +118,35 @@ def test_answers_that_updates_cut_off_go_on_from_their_last_token(
             assert_whole(prompt, answer, weights, forward_logprobs)
             versions |= {span.version for span in answer.meta_info.weight_versions}
     assert len(versions) > 1, "nothing was cut"
+
+
+def test_an_answer_that_is_ended_in_the_step_of_its_end_token_is_not_gone_on_with(fresh_server):
+    """Every second token is an end. All requests are ended again and again, some in the step of one."""
+    ends = [0, 2, 4, 6, 8]
+    sampling = {"temperature": 1.0, "max_new_tokens": TOKENS, "stop_token_ids": ends}
+
+    async def run() -> tuple[list[Answer], int]:
+        client = EngineClient(fresh_server.address, TIMEOUT)
+        watched = Watched(client)
+
+        async def ask() -> list[Answer]:
+            policy = GroupPolicy(Some(one=watched), "group", PolicyVersion(0), 0)
+            return [each for _ in range(ROUNDS) for each in await policy.generate(PROMPTS[0], sampling, 8)]
+
+        asking = asyncio.create_task(ask())
+        try:
+            while not asking.done():
+                await client.abort()
+            return await asking, len(watched.asked)
+        finally:
+            await client.close()
+
+    answers, asked = asyncio.run(run())
+    assert asked > ROUNDS, "nothing was cut"
+    for answer in answers:
+        assert not set(ends) & set(answer.output_ids[:-1])
+    whole = [answer for answer in answers if answer.output_ids and answer.output_ids[-1] in ends]
+    assert {answer.meta_info.finish_reason.type for answer in whole} == {"stop"}
 
 
 class Cable:

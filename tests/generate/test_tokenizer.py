@@ -128,8 +128,15 @@ def test_every_end_token_of_the_model_folder_ends_an_answer(model):
     end = AutoTokenizer.from_pretrained(model).eos_token_id
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
-    assert Tokenizer(model).end_ids == tuple(sorted({end, 3, 5, 7}))
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 7, "text_config": {"eos_token_id": 8}}))
+    assert Tokenizer(model).end_ids == tuple(sorted({end, 3, 5, 7, 8}))
+
+
+def test_tokens_at_which_a_server_with_a_tokenizer_ends_an_answer_are_end_tokens(model):
+    theirs = AutoTokenizer.from_pretrained(model)
+    theirs.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]})
+    theirs.save_pretrained(model)
+    assert Tokenizer(model).end_ids == (theirs.eos_token_id, theirs.convert_tokens_to_ids("<|eom_id|>"))
 
 
 def test_what_is_between_two_answers_is_the_difference_of_two_renderings(model):
