@@ -262,17 +262,30 @@ class _Part:
 
     def add(self, piece: Piece) -> None:
         """Raises ValueError where a piece is missing before this one."""
-        meta, new = piece.meta_info, len(piece.output_ids)
-        start = meta.completion_tokens - new
+        meta = piece.meta_info
+        ids = piece.output_ids[:-1] if self._repeats_its_last(piece) else piece.output_ids
+        new, start = len(ids), meta.completion_tokens - len(ids)
         if start not in (0, len(self.ids)):
             raise ValueError(f"a piece begins at token {start}, {len(self.ids)} are known")
         self.id = meta.id
-        self.ids[start:] = piece.output_ids
+        self.ids[start:] = ids
         self.logprobs[start:] = meta.output_token_logprobs[-new:] if new else []
         if (kept := _kept(meta, new)) is not None:
             self.kept = [*(self.kept or [])[:start], *kept]
         if meta.weight_version == self.version:
             self.known = len(self.ids)
+
+    def _repeats_its_last(self, piece: Piece) -> bool:
+        """Whether the last id was told before: SGLang repeats it where it ends a request that waits in its queue.
+
+        Such a piece seems to begin at the last known token. Where one token is known, so does a piece that has all of
+        them again: there the log-probs are those of its own ids.
+        """
+        meta, others = piece.meta_info, piece.output_ids[:-1]
+        if meta.finish_reason is None or meta.finish_reason.type != "abort":
+            return False
+        told = [token for _, token, _ in meta.output_token_logprobs]
+        return meta.completion_tokens - len(others) == len(self.ids) and told[len(told) - len(others) :] == others
 
 
 def _kept(meta: AnswerMeta | PieceMeta, tokens: int) -> Kept | None:

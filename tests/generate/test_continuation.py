@@ -249,6 +249,71 @@ def test_a_piece_that_was_told_after_an_update_in_the_first_interval_is_nobodys(
     assert (len(answer), answer.version) == (0, None)
 
 
+LONG = list(range(100, 133))
+
+
+def streamed(start: int, end: int, finish: str | None = None) -> Piece:
+    """Tokens `start <= t < end` of LONG, as SGLang tells what is new: with their log-probs and kept sets."""
+    ids = LONG[start:end]
+    logprobs, sets = [(-0.1 * token, token, None) for token in ids], [[token, 1] for token in ids]
+    reason = FinishReason(finish) if finish else None
+    version = (WeightVersionSpan("1.0", 0, end),) if finish else ()
+    return Piece(ids, PieceMeta("a", reason, version, logprobs, None, sets, [-0.5] * len(ids), end, "1.0"))
+
+
+def ended_in_the_queue(end: int, unsent: Piece | None = None) -> Piece:
+    """What SGLang tells where a request waits in its queue and is ended: its last id again, and all log-probs.
+
+    `unsent`: a piece that was not sent yet is joined with it, as SGLang does that.
+    """
+    known = streamed(0, end, "abort")
+    told = replace(known.meta_info, output_token_sampling_mask=None, output_token_sampling_logprobs=None)
+    again = Piece(known.output_ids[-1:], told)
+    if unsent is None:
+        return again
+    one, own = unsent.meta_info, again.meta_info
+    joined = replace(
+        own,
+        output_token_logprobs=one.output_token_logprobs + own.output_token_logprobs,
+        output_token_sampling_mask=one.output_token_sampling_mask,
+        output_token_sampling_logprobs=one.output_token_sampling_logprobs,
+    )
+    return Piece(unsent.output_ids + again.output_ids, joined)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (streamed(0, 1), streamed(1, 17), streamed(17, 33), ended_in_the_queue(33)),
+        (streamed(0, 1), streamed(1, 17), ended_in_the_queue(33, streamed(17, 33))),
+        (streamed(0, 1), ended_in_the_queue(33, streamed(1, 33))),
+        (ended_in_the_queue(33, streamed(0, 33)),),
+        (streamed(0, 1), streamed(0, 33, "abort")),
+    ],
+    ids=["sent", "joined", "joined behind one token", "joined into one", "all of it again"],
+)
+def test_the_pieces_of_a_request_that_was_ended_in_its_servers_queue_are_those_of_an_abort(pieces: tuple[Piece, ...]):
+    answer = Continuation(PROMPT, {"max_new_tokens": 100})
+    answer.begin(PolicyVersion(1))
+    for each in pieces:
+        answer.add(each)
+    assert answer.fault == ""
+    assert answer.rest() == (PROMPT + LONG, {"max_new_tokens": 67})
+    whole = answer.answer()
+    assert whole.meta_info.output_token_logprobs == [(-0.1 * token, token, None) for token in LONG]
+    assert whole.meta_info.output_token_sampling_mask == [[token, 1] for token in LONG]
+    assert whole.meta_info.output_token_sampling_logprobs == [-0.5] * 33
+    assert spans(answer) == [("1.0", 0, 33)]
+
+
+def test_a_request_of_one_token_that_was_ended_in_its_servers_queue_goes_on_behind_it():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1))
+    answer.add(streamed(0, 1))
+    answer.add(ended_in_the_queue(1))
+    assert answer.rest()[0] == PROMPT + LONG[:1]
+
+
 def test_a_missing_piece_is_a_fault():
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1))

@@ -149,6 +149,31 @@ def test_an_answer_that_is_ended_in_the_step_of_its_end_token_is_not_gone_on_wit
     assert {answer.meta_info.finish_reason.type for answer in whole} == {"stop"}
 
 
+def test_a_request_that_is_ended_in_its_servers_queue_goes_on_from_the_last_token_that_was_sent(
+    fresh_server, model_folders, forward_logprobs: Callable[..., torch.Tensor]
+):
+    async def run() -> tuple[list[Answer], list[tuple[int, int]]]:
+        client = EngineClient(fresh_server.address, TIMEOUT)
+        watched = Watched(client)
+        policy = GroupPolicy(Some(one=watched), "group", PolicyVersion(0), 16)
+        asking = asyncio.create_task(policy.generate(PROMPTS[0], SAMPLING, 1))
+        try:
+            await watched.pieces.wait()
+            await client.pause("retract", TIMEOUT)  # what is running goes back to the queue
+            await client.abort()
+            await client.resume(TIMEOUT)
+            return await asking, watched.asked
+        finally:
+            await client.close()
+
+    (answer,), asked = asyncio.run(run())
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+    assert_whole(PROMPTS[0], answer, weights, forward_logprobs)
+    (first, _), (behind, missing) = asked
+    assert behind + missing == first + TOKENS
+    assert behind > first
+
+
 class Cable:
     """A way to a server that is cut, with everything that is on it, once so many bytes have come back."""
 
@@ -220,12 +245,20 @@ class Watched:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
         self.asked: list[tuple[int, int]] = []
+        self.pieces = asyncio.Event()  # more than the first piece of an answer has come
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], *rest: Any, **options: Any
     ) -> list[Answer]:
         self.asked.append((len(input_ids), sampling["max_new_tokens"]))
+        if add := options.get("pieces"):
+            options["pieces"] = lambda piece: self._told(add, piece)
         return await self.client.generate(input_ids, sampling, *rest, **options)
+
+    def _told(self, add: Callable[[Piece], None], piece: Piece) -> None:
+        add(piece)
+        if piece.meta_info.completion_tokens > 1:
+            self.pieces.set()
 
     async def abort(self, request_id: str = "") -> None:
         await self.client.abort(request_id)
