@@ -103,7 +103,8 @@ def test_a_request_names_the_images_of_its_prompt(vision_model, task_of, tmp_pat
 
 def test_a_request_has_the_files_and_its_answers_all_tokens_of_the_images(vision_model, task_of, tmp_path):
     task, known = task_of(tmp_path), PromptImages.of(vision_model, limit=1 << 20)
-    (body,), _, _ = requested(vision_model, task, known)
+    (body,), inference, _ = requested(vision_model, task, known)
+    assert inference.failures == []  # as of a request that a server ended in its queue: it was not read
     right = len(body["input_ids"]) + 3  # 56 x 56 pixels are four tokens
     (body,), inference, (rollout,) = requested(vision_model, task, known, right)
     file = Path(task.prompt(0).images[0]).read_bytes()
