@@ -302,25 +302,29 @@ def check_draws(arguments: dict[str, Any], min_p: float, address: str) -> None:
 async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft: bool) -> None:
     """Bring an attached server to the model's initial weights, whatever a former worker left it with.
 
+    One that ended in the middle of an update leaves the server paused, or its weights in parts: nothing is drawn before
+    they are whole, and the cache can be emptied, because its requests are back in the queue.
+
     `model`: the run's own path of it. `timeout`: seconds that one call may take. Raises ServerFailed where a draft
     would have to load them, too.
     """
     info = await client.model_info()
-    if info.weight_version == str(INITIAL):
-        return
-    if info.weight_version == "default":  # SGLang's own name for what it was started with
-        await client.update_weight_version(str(INITIAL), timeout)
-        return
+    unnamed = info.weight_version == "default"  # SGLang's own name for what it was started with
+    published = not unnamed and info.weight_version != str(INITIAL)
     # The disk transport leaves the server with the path of a version's folder in place of its first one.
     initial = str(model.resolve()) if _is_published(info.model_path) else info.model_path
-    if has_draft:
+    if published and has_draft:
         raise ServerFailed(
             f"generate.attach: {client.address} has version {info.weight_version} of a former run, and its draft would "
             f"load {initial} as well; allowed: a server that was started again"
         )
-    log.info("%s has version %s: loading %s again", client.address, info.weight_version, initial)
+    await client.pause("retract", timeout)
     await end_open_update(client, timeout)
-    await client.update_from_disk(initial, str(INITIAL), timeout=timeout)
+    if published:
+        log.info("%s has version %s: loading %s again", client.address, info.weight_version, initial)
+        await client.update_from_disk(initial, str(INITIAL), timeout=timeout)
+    elif unnamed:
+        await client.update_weight_version(str(INITIAL), timeout)
     await client.resume(timeout)
 
 
