@@ -10,7 +10,6 @@ comes meanwhile ends the measurement of the older one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -67,17 +66,29 @@ class MismatchMeter:
         with self._events.span("mismatch", server=server, version=str(version)) as outcome:
             try:
                 answers = await _score(publish.scored, version, policy)
+                outcome["metrics"] = metrics = self._metrics(version, answers)
             except (EngineError, OtherVersionError) as error:
                 log.info("the mismatch of %s with version %s was not measured: %s", server, version, error)
                 outcome["failed"] = str(error)
                 return
-            outcome["metrics"] = metrics = self._metrics(version, answers)
+            except Exception as error:  # nobody waits for a measurement: a defect of one is told here
+                log.exception("the mismatch of %s with version %s was not measured", server, version)
+                outcome["failed"] = f"{type(error).__name__}: {error}"
+                return
         if excess(metrics) > 1:
             log.warning("%s is too far from the learner with version %s: %s", server, version, metrics)
         await self._send(Mismatch(server=server, version=version, metrics=metrics))
         if rounds(self._config) and sum(map(len, self._rounded)) < ROUNDED:
-            with contextlib.suppress(EngineError, OtherVersionError):  # what is missing is drawn with the next version
-                await asyncio.gather(*(self._round(answer, version, policy) for answer in publish.scored))
+            await self._round_all(publish, policy)
+
+    async def _round_all(self, publish: Publish, policy: ServerPolicy) -> None:
+        """What fails is drawn with the next version."""
+        try:
+            await asyncio.gather(*(self._round(answer, publish.version, policy) for answer in publish.scored))
+        except (EngineError, OtherVersionError) as error:
+            log.info("the rounding of %s was not measured to its end: %s", publish.server, error)
+        except Exception:
+            log.exception("the rounding of %s was not measured to its end", publish.server)
 
     async def _round(self, answer: ScoredAnswer, version: PolicyVersion, policy: ServerPolicy) -> None:
         """Measure on another answer to the same prompt how far decode and prefill are apart."""

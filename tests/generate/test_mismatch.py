@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from streamrl.config import Config
+from streamrl.engine.answers import PrefillScores
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.generate.mismatch import MismatchMeter
@@ -103,6 +106,51 @@ def test_what_another_version_has_scored_is_not_compared(fresh_server, model_fol
     sent, told = measured(fresh_server, model_folders[0], scored, tmp_path / "e.jsonl", named="4.0")
     assert sent == []
     assert {event["failed"] for event in told} == {"version 4.0 has scored tokens"}
+
+
+class Broken:
+    """A server that scores as it should, or does not, and never draws."""
+
+    def __init__(self, *, scores: bool) -> None:
+        self.scores = scores
+
+    async def score(self, ids: Sequence[int], start: int) -> PrefillScores:
+        if not self.scores:
+            raise ValueError("no such place")
+        return PrefillScores([-1.0] * (len(ids) - start), str(VERSION))
+
+    async def generate(self, *request: Any) -> list[Any]:
+        raise ValueError("no such sampling")
+
+
+@pytest.mark.parametrize(
+    ("scores", "failed", "said"),
+    [(False, "ValueError: no such place", "mismatch"), (True, None, "rounding")],
+    ids=["a score", "the rounding"],
+)
+def test_a_measurement_that_meets_a_defect_tells_it(
+    scores: bool, failed: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    answer = ScoredAnswer(ids=[*PROMPT, 5, 6], prompt=len(PROMPT), trained=[0, 1], logprobs=[-1, -1], former=[-1, -2])
+    config = Config.model_validate({"model": {"dtype": "bfloat16"}})
+    sent: list[Message] = []
+
+    async def send(message: Message) -> bool:
+        sent.append(message)
+        return True
+
+    async def run() -> None:
+        with contextlib.closing(EventLog(tmp_path / "e.jsonl", "generator-0")) as log:
+            meter = MismatchMeter(config, log, send)
+            publish = Publish(server="server-0", version=VERSION, manifest={}, scored=(answer,))
+            meter.begin(publish, Broken(scores=scores))
+            await meter._task
+
+    asyncio.run(run())
+    (told,) = [event for event in read_events(tmp_path / "e.jsonl") if event.get("phase") == "end"]
+    assert (told.get("failed"), len(sent)) == (failed, scores)
+    (line,) = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert line.startswith(f"the {said} of server-0")
 
 
 def test_where_bfloat16_is_asked_for_the_limit_is_that_of_decode_and_prefill_once_enough_tokens_are_drawn(
