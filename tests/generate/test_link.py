@@ -73,7 +73,7 @@ def at_work(tmp_path: Path) -> Callable[[Callable[[Service, ServiceLink], Awaita
         config = Config.model_validate(
             {
                 "generate": {"heartbeat": 0.1, "groups_in_flight": 7},
-                "stream": {"reply_timeout": 1.0, "curve": "off", **stream},
+                "stream": {"reply_timeout": WAIT, "curve": "off", **stream},
             }
         )
         service = Service(tmp_path, config.stream)
@@ -168,7 +168,7 @@ def test_a_worker_comes_back_where_what_it_received_was_spoilt_on_the_way(at_wor
         finally:
             back.close()
 
-    at_work(script)
+    at_work(script, reply_timeout=1.0)
 
 
 async def fill(link: ServiceLink) -> None:
@@ -242,7 +242,7 @@ def test_a_worker_that_is_cut_since_nobody_reads_loses_no_group(at_work, make_gr
             received.add(group_id)
             service.router.send(service.peer, Accepted(group_id=group_id, attempt=0))
 
-    at_work(script, max_message=1 << 20)
+    at_work(script, max_message=1 << 20, reply_timeout=1.0)
 
 
 def test_a_drained_worker_takes_no_tickets_and_ends_when_the_last_group_is_answered_for(

@@ -68,10 +68,16 @@ class Service(ScriptedService):
 
 
 @pytest.fixture
-def config() -> Config:
+def deadlines() -> dict[str, float]:
+    """Keys of `run`, in seconds, for a test that waits for one of them."""
+    return {}
+
+
+@pytest.fixture
+def config(deadlines) -> Config:
     return Config.model_validate(
         {
-            "run": {"id": "r", "silence_timeout": 0.6, "start_timeout": 0.6},
+            "run": {"id": "r", "silence_timeout": WAIT, "start_timeout": WAIT, **deadlines},
             "learner": {"tick": TICK},
             "publish": {"timeout": 0.2},
             "replay": {"adaptive": {"enabled": True}},
@@ -143,8 +149,7 @@ def test_a_service_that_was_started_again_gets_the_present_version_its_ledger_an
     service.wait_for(Next)
     service.send(Introduce())
     time.sleep(2 * TICK)
-    for _ in range(6):
-        source.next(5, TICK)
+    service.wait_until(lambda: source.next(5, TICK).kind == "nothing" and Next(step=5) in service.received)
     received = service.wait_for(Hello, Next)
     assert received[-2:] == [
         Hello(run="r", role="learner", name="learner-0", version=PolicyVersion(5, 1), ledger=AFTER),
@@ -152,6 +157,7 @@ def test_a_service_that_was_started_again_gets_the_present_version_its_ledger_an
     ]
     service.generous = True
     service.send(Introduce())
+    time.sleep(2 * TICK)
     assert take(source, 5).batch.step == 5
 
 
@@ -160,9 +166,9 @@ def test_a_step_that_is_generated_again_is_another_one_than_a_batch_that_takes_i
     service.generous = False
     assert source.next(4, TICK).kind == "nothing"
     service.send(Lost(step=3))
-    assert source.next(4, 2.0).kind == "nothing"
+    assert source.next(4, WAIT).kind == "nothing"
     service.send(Lost(step=4))
-    assert source.next(4, 2.0).kind == "lost"
+    assert source.next(4, WAIT).kind == "lost"
     assert source.next(4, TICK).kind == "lost"
     service.generous = True
     service.send(Introduce())
@@ -172,6 +178,7 @@ def test_a_step_that_is_generated_again_is_another_one_than_a_batch_that_takes_i
     assert delivery.batch.step == 4
 
 
+@pytest.mark.parametrize("deadlines", [{"silence_timeout": 0.6}])
 def test_a_service_that_stays_silent_ends_the_learner_at_its_deadline(service, source):
     begin(source)
     service.generous = False
@@ -180,6 +187,7 @@ def test_a_service_that_stays_silent_ends_the_learner_at_its_deadline(service, s
     documented("no message from the replay service in run.silence_timeout=... seconds", str(failed.value), 1)
 
 
+@pytest.mark.parametrize("deadlines", [{"start_timeout": 0.6}])
 def test_a_service_that_does_not_answer_the_hello_ends_the_learner_at_its_deadline(config, service, tmp_path):
     service.welcome = None
     source = ServiceBatches(config, tmp_path, START)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from service_parts import Running, ServiceProcess, make_config
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """`start(section={...})`: a service in a thread. A second one recovers what the first has left."""
+    """`start(clock, section={...})`: a service in a thread. A second one recovers what the first has left."""
     started: list[Running] = []
 
-    def make(**sections: dict[str, Any]) -> Running:
-        started.append(Running(make_config(**sections), tmp_path))
+    def make(clock: Callable[[], float] = time.monotonic, **sections: dict[str, Any]) -> Running:
+        started.append(Running(make_config(**sections), tmp_path, clock))
         return started[-1]
 
     yield make

@@ -36,6 +36,24 @@ MakeGroup = Callable[..., Group]
 M = TypeVar("M")
 
 
+class Clock:
+    """The time of a service, which a test moves on: nothing is late because the test is slow."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_until(self, condition: Callable[[], object]) -> None:
+        """Let time pass, twice as fast as it does, in steps that a service does not take for its own absence."""
+        deadline = time.monotonic() + WAIT
+        while not condition():
+            assert time.monotonic() < deadline
+            self.now += 0.1
+            time.sleep(0.05)
+
+
 def make_config(**sections: dict[str, Any]) -> Config:
     """Steps of two groups, staleness 1: four slots."""
     tree: dict[str, dict[str, Any]] = {
@@ -54,10 +72,10 @@ def make_config(**sections: dict[str, Any]) -> Config:
 class Running:
     """A service in a thread, and the peers that a test makes."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.folder = config, folder
         self.events = EventLog(folder / "events" / "replay-0.jsonl", "replay-0")
-        self.service = Service(config, folder, self.events)
+        self.service = Service(config, folder, self.events, clock=clock)
         self.codes: list[int] = []
         self.thread = threading.Thread(target=lambda: self.codes.append(self.service.run()))
         self.thread.start()
@@ -69,10 +87,7 @@ class Running:
         dealer = Dealer(self.service.address, self.config.stream, name=hello.name)
         self.peers.append(dealer)
         dealer.send(hello)
-        deadline = time.monotonic() + WAIT
-        while len(self.events_of("replay.hello")) == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        self.wait_for("replay.hello", before + 1)
         return dealer
 
     def worker(
@@ -101,9 +116,13 @@ class Running:
         publisher, before = publisher or self.publisher(), len(self.events_of("publish.announced"))
         for version in versions:
             publisher.send(Announce(version=version))
+        self.wait_for("publish.announced", before + len(versions))
+
+    def wait_for(self, event: str, count: int = 1) -> None:
+        """Until so many events of this name were recorded."""
         deadline = time.monotonic() + WAIT
-        while len(self.events_of("publish.announced")) < before + len(versions):
-            assert time.monotonic() < deadline
+        while len(self.events_of(event)) < count:
+            assert time.monotonic() < deadline, event
             time.sleep(0.005)
 
     def events_of(self, event: str) -> list[dict[str, Any]]:

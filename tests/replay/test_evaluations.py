@@ -10,7 +10,6 @@ from service_parts import RUN, V0, V1, MakeGroup, Running, answer, receive, rece
 from streamrl.config import evaluate as config_evaluate
 from streamrl.replay.evaluations import Evaluations
 from streamrl.stream.messages import (
-    Announce,
     Applied,
     Bye,
     Credit,
@@ -23,7 +22,7 @@ from streamrl.stream.messages import (
     ServerState,
     Stop,
 )
-from streamrl.stream.sockets import ReceivedBatch
+from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import PolicyVersion
 
 V20 = PolicyVersion(20)
@@ -132,21 +131,22 @@ def test_a_publish_that_waits_for_the_only_server_is_timed(start: Callable[..., 
     running = start()
     publisher, worker = running.publisher(), running.worker()
     worker.send(Applied(server="w-server", version=V0, pinned=True))
-    publisher.send(Announce(version=V1))
+    receive_pin(publisher, True)
+    running.announce(V1, publisher=publisher)
     assert worker.receive(0.3) is None
     worker.send(Applied(server="w-server", version=V0))
-    while not receive_roster(publisher).servers or not running.events_of("publish.waited"):
-        pass
+    receive_pin(publisher, False)
     (waited,) = running.events_of("publish.waited")
-    assert 0.2 < waited["seconds"] < 20
+    assert 0 < waited["seconds"] < 20
 
 
 def test_the_end_waits_for_the_last_evaluation_and_tells_the_learner(start: Callable[..., Running]) -> None:
     running = start(publish={"timeout": 0.2}, evaluate={"every": 1, "timeout": 60.0})
-    worker, learner = running.worker(), running.learner()
+    publisher, worker, learner = running.publisher(), running.worker(), running.learner()
     receive_tickets(worker, 4)
-    running.announce(V20)
+    running.announce(V20, publisher=publisher)
     worker.send(Applied(server="w-server", version=V20, pinned=True))
+    receive_pin(publisher, True)
     learner.send(Finished(version=V20))
     assert learner.receive(0.8) is None  # longer than publish.timeout
     worker.send(Evaluated(version=V20, metrics={"eval/seconds": 3.0}))
@@ -175,7 +175,13 @@ def test_an_evaluation_that_does_not_come_back_holds_the_end_for_a_time_alone(
     running.close()
 
 
-def receive_roster(publisher: object) -> Roster:
+def receive_pin(publisher: Dealer, pinned: bool) -> None:
+    """Rosters, until the only server is pinned, or is not."""
+    while [state.pinned for state in receive_roster(publisher).servers] != [pinned]:
+        pass
+
+
+def receive_roster(publisher: Dealer) -> Roster:
     """The next roster; what was applied is told between."""
     while not isinstance(message := publisher.receive(20.0), Roster):
         assert message is not None

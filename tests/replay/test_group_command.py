@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from service_parts import V1, WAIT, MakeGroup, Running, answer, receive_tickets
+from service_parts import V1, WAIT, Clock, MakeGroup, Running, answer, receive_tickets
 from test_service_leases import beat_until_tickets
 
 from streamrl import cli
@@ -29,14 +29,15 @@ def wait_for(running: Running, event: str, version: str | None = None) -> None:
 @pytest.fixture
 def run(start: Start, make_group: MakeGroup, tmp_path: Path) -> Path:
     """Group 0: lost with its worker, refused too late, answered by another, quarantined in step 0, in a checkpoint."""
-    running = start(run={"steps": 9}, replay={"lease": 1.0})
+    clock = Clock()
+    running = start(clock, run={"steps": 9}, replay={"lease": 1.0}, journal={"commit_seconds": 0.0})
     config_file.save(running.config, tmp_path / "config.yaml")
     lost, heir = running.worker("lost", capacity=4), running.worker("heir", capacity=0)
     learner = running.learner()
     first = receive_tickets(lost, 4)
     lost.send(Credit(capacity=0))
     heir.send(Credit(capacity=4))
-    again = beat_until_tickets(heir, 4)
+    again = beat_until_tickets(clock, heir, 4)
     assert isinstance(answer(lost, make_group, first[0]), Refused)
     for ticket in again:
         answer(heir, make_group, ticket)

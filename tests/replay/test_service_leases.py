@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from service_parts import RUN, V0, WAIT, MakeGroup, Running, ServiceProcess, answer, receive, receive_tickets
+from service_parts import RUN, V0, WAIT, Clock, MakeGroup, Running, ServiceProcess, answer, receive, receive_tickets
 
 from streamrl.replay.service import BURST
 from streamrl.stream.messages import (
@@ -30,12 +30,15 @@ from streamrl.types import Ticket
 from tests.operations_table import GOES_ON, documented
 
 
-def beat_until_tickets(dealer: Dealer, count: int) -> list[Ticket]:
-    """Heartbeats without names, until that many tickets have come."""
+def beat_until_tickets(
+    clock: Clock, dealer: Dealer, count: int, named: tuple[tuple[int, int], ...] = ()
+) -> list[Ticket]:
+    """Heartbeats that name these, while time passes, until that many tickets have come."""
     tickets: list[Ticket] = []
     deadline = time.monotonic() + WAIT
     while len(tickets) < count and time.monotonic() < deadline:
-        dealer.send(Heartbeat())
+        dealer.send(Heartbeat(tickets=named))
+        clock.now += 0.1
         message = dealer.receive(0.05)
         tickets += message.tickets if isinstance(message, Tickets) else ()
     return tickets
@@ -44,13 +47,14 @@ def beat_until_tickets(dealer: Dealer, count: int) -> list[Ticket]:
 def test_a_lease_that_is_over_gives_the_ticket_to_another_and_the_late_group_is_refused(
     start: Callable[..., Running], make_group: MakeGroup
 ) -> None:
-    running = start(replay={"lease": 1.0})
+    clock = Clock()
+    running = start(clock, replay={"lease": 1.0}, journal={"commit_seconds": 0.0})
     lost, heir = running.worker("lost", capacity=4), running.worker("heir", capacity=0)
     running.learner()
     tickets = receive_tickets(lost, 4)
     lost.send(Credit(capacity=0))
     heir.send(Credit(capacity=4))
-    again = beat_until_tickets(heir, 4)
+    again = beat_until_tickets(clock, heir, 4)
     assert [(t.group_id, t.attempt) for t in again] == [(t.group_id, 1) for t in tickets]
     late = answer(lost, make_group, tickets[0])
     assert isinstance(late, Refused)
@@ -73,17 +77,13 @@ def test_a_silent_worker_keeps_its_tickets_for_their_lease(
 
 
 def test_heartbeats_that_name_a_ticket_extend_its_lease(start: Callable[..., Running]) -> None:
-    running = start(replay={"lease": 1.0})
+    clock = Clock()
+    running = start(clock, replay={"lease": 1.0})
     worker = running.worker()
     running.learner()
     tickets = receive_tickets(worker, 4)
     named = tuple((t.group_id, t.attempt) for t in tickets[:3])
-    deadline = time.monotonic() + WAIT
-    again: list[Ticket] = []
-    while not again and time.monotonic() < deadline:
-        worker.send(Heartbeat(tickets=named))
-        message = worker.receive(0.05)
-        again += message.tickets if isinstance(message, Tickets) else ()
+    again = beat_until_tickets(clock, worker, 1, named)
     assert [(t.group_id, t.attempt) for t in again] == [(3, 1)]
 
 
@@ -135,18 +135,16 @@ def test_a_worker_that_reconnects_keeps_the_tickets_that_it_names(
 
 
 def test_a_worker_that_outlives_the_service_keeps_the_leases_that_it_names(start: Callable[..., Running]) -> None:
-    first = start(replay={"lease": 1.0})
+    clock = Clock()
+    first = start(clock, replay={"lease": 1.0})
     worker = first.worker()
     first.learner()
     tickets = tuple((t.group_id, t.attempt) for t in receive_tickets(worker, 4))
     first.close()
-    second = start(replay={"lease": 1.0})
+    second = start(clock, replay={"lease": 1.0})
     worker = second.worker(tickets=tickets[:3])
     second.learner()
-    deadline = time.monotonic() + WAIT
-    while not second.events_of("ticket.expired") and time.monotonic() < deadline:
-        worker.send(Heartbeat(tickets=tickets[:3]))
-        worker.receive(0.05)
+    assert [t.group_id for t in beat_until_tickets(clock, worker, 1, tickets[:3])] == [3]
     assert [event["group_id"] for event in second.events_of("ticket.expired")] == [3]
 
 

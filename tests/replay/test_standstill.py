@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from service_parts import V0, V1, MakeGroup, Running, answer, make_config, receive, receive_tickets
+from service_parts import V0, V1, Clock, MakeGroup, Running, answer, make_config, receive, receive_tickets
 
 from streamrl.config import Config
 from streamrl.progress import ProgressWatch
@@ -22,8 +21,13 @@ LIMIT = 1.5  # seconds
 QUICK: dict[str, dict[str, Any]] = {
     "run": {"start_timeout": 0.1, "progress_timeout": LIMIT, "steps": 9},
     "replay": {"group_timeout": 1.0},
-    "generate": {"heartbeat": 0.1},  # a worker that is silent for ten of them is lost
+    "journal": {"commit_seconds": 0.0},  # also while no time passes
 }
+
+
+def end(running: Running, clock: Clock) -> int:
+    clock.pass_until(lambda: not running.thread.is_alive())
+    return running.end()
 
 
 def test_a_service_whose_learner_never_comes_ends(start: Callable[..., Running], caplog: Any) -> None:
@@ -38,24 +42,26 @@ def test_a_service_whose_learner_never_comes_ends(start: Callable[..., Running],
 def test_a_run_without_generators_ends_with_the_reason_for_everybody(
     start: Callable[..., Running], caplog: Any
 ) -> None:
-    running = start(**QUICK)
+    clock = Clock()
+    running = start(clock, **QUICK, generate={"heartbeat": 0.1})  # silent for ten of them, the worker is lost
     worker, learner = running.worker(), running.learner()
     receive_tickets(worker, 4)
     learner.send(Next(step=0))
-    told = receive(learner, Stop)  # the worker says nothing more
-    code = running.end()
+    code = end(running, clock)
+    told = receive(learner, Stop)
     documented("no learner step in run.progress_timeout=... s: no generator worker is there...", caplog.text, code)
     assert told.failed
     assert told.reason.endswith("no generator worker is there, 1 are silent")
 
 
 def test_workers_that_deliver_nothing_end_the_run(start: Callable[..., Running], caplog: Any) -> None:
-    running = start(**QUICK | {"generate": {"heartbeat": 20.0}})
+    clock = Clock()
+    running = start(clock, **QUICK)
     worker, learner = running.worker(), running.learner()
     receive_tickets(worker, 4)
     learner.send(Next(step=0))
+    code = end(running, clock)
     stops = receive(worker, Stop), receive(learner, Stop)
-    code = running.end()
     documented(
         "no learner step in run.progress_timeout=... s: step ... has not all of its groups from ... generator workers",
         caplog.text,
@@ -67,13 +73,14 @@ def test_workers_that_deliver_nothing_end_the_run(start: Callable[..., Running],
 def test_a_learner_that_hangs_in_its_step_ends_the_run(
     start: Callable[..., Running], make_group: MakeGroup, caplog: Any
 ) -> None:
-    running = start(**QUICK | {"generate": {"heartbeat": 20.0}})
+    clock = Clock()
+    running = start(clock, **QUICK)
     worker, learner = running.worker(), running.learner()
     for ticket in receive_tickets(worker, 4)[:2]:
         answer(worker, make_group, ticket)
     learner.send(Next(step=0))
     receive(learner, ReceivedBatch)
-    code = running.end()
+    code = end(running, clock)
     documented(
         "no learner step in run.progress_timeout=... s: the learner is at its step, and does not end it",
         caplog.text,
@@ -82,26 +89,31 @@ def test_a_learner_that_hangs_in_its_step_ends_the_run(
 
 
 def test_the_workers_are_told_of_steps_and_a_run_that_makes_them_goes_on(start: Callable[..., Running]) -> None:
-    running = start(**QUICK)
+    clock = Clock()
+    running = start(clock, **QUICK)
     worker, learner = running.worker(), running.learner()
     receive_tickets(worker, 4)
-    began, step = time.monotonic(), 0
+    step = 0
     received: list[Progress] = []
-    while time.monotonic() - began < 2 * LIMIT:
+    while clock.now < 2 * LIMIT or not received:
         step += 1
         learner.send(Progress(version=PolicyVersion(step)))
-        message = worker.receive(0.1)
+        running.wait_for("learner.progress", step)
+        clock.now += 0.1
+        message = worker.receive(0.02)
         received += [message] if isinstance(message, Progress) else []
     assert running.thread.is_alive()
-    assert received
     assert [word.version for word in received] == sorted({word.version for word in received})
 
 
 def test_a_run_that_has_finished_is_not_given_up(start: Callable[..., Running]) -> None:
-    running = start(**QUICK | {"publish": {"timeout": 2 * LIMIT}})
+    clock = Clock()
+    ends = QUICK["run"] | {"stop_timeout": 0.1}
+    running = start(clock, **QUICK | {"run": ends, "publish": {"timeout": 2 * LIMIT}})
     running.worker(version=V0)
     running.learner().send(Finished(version=V1))  # which the worker's server never gets
-    assert running.end() == 0
+    running.wait_for("learner.finished")
+    assert end(running, clock) == 0
     assert not running.events_of("gave_up")
 
 
