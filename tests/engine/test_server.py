@@ -38,7 +38,7 @@ def config_of(model: Path, **server_args: object) -> Config:
     return Config.model_validate({"model": {"path": model}, "generate": {"server_args": server_args}})
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline
@@ -290,13 +290,16 @@ for index in range(100000):
 """
 
 
+def made(mark: str) -> list[Path]:
+    return list(SHARED_MEMORY.glob(f"sgl_shm_test_{mark}_*"))
+
+
 def test_a_process_that_makes_segments_up_to_the_kill_leaves_none(tmp_path):
     mark = tmp_path.name + str(time.monotonic_ns())
     command = [sys.executable, "-c", STARTER, mark]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as starter:
-        assert starter.stdout.readline()
-        time.sleep(0.3)
-        made = list(SHARED_MEMORY.glob(f"sgl_shm_test_{mark}_*"))
-        end_server(starter.pid, 0.0, None)
-    assert made
-    assert not list(SHARED_MEMORY.glob(f"sgl_shm_test_{mark}_*"))
+        try:
+            wait_until(lambda: made(mark))
+        finally:
+            end_server(starter.pid, 0.0, None)
+    assert not made(mark)

@@ -24,6 +24,7 @@ from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
+from tests.drawing import Drawing
 
 START_TIMEOUT = 200.0  # seconds
 PROMPT = [1, 4, 2, 7]
@@ -155,12 +156,13 @@ def test_a_request_keeps_its_adapter_to_its_end_and_an_idle_adapter_is_unloaded(
     async def job(served: ServedModel, learner: Learner) -> None:
         sink = served.sink()
         await sink.apply(V1, learner.manifest(V1))
-        long = asyncio.ensure_future(ask(served, 400))
-        await asyncio.sleep(0.3)
-        await sink.apply(V2, learner.manifest(V2))
-        assert not long.done(), "nothing was in flight"
+        following = learner.manifest(V2)
+        long = Drawing(served.policy, PROMPT, {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}, V1)
+        await long.goes_on()
+        await sink.apply(V2, following)
+        assert not long.is_whole, "nothing was in flight"
         assert_exact(await ask(served, 24), V2, learner, forward_logprobs)
-        assert_exact(await long, V1, learner, forward_logprobs)
+        assert_exact([await long.whole()], V1, learner, forward_logprobs)
         await sink.apply(V3, learner.manifest(V3))
         with pytest.raises(EngineError, match="does not exist"):
             await served.client.unload_adapter(str(V1), 30)

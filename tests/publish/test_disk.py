@@ -26,6 +26,7 @@ from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
+from tests.drawing import Drawing
 
 TIMEOUT = 60.0
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
@@ -107,13 +108,13 @@ def test_versions_arrive_while_requests_are_in_flight_and_every_token_is_of_its_
     async def work(client: EngineClient, sink: Sink) -> list[Answer]:
         source = make_source(config, tmp_path, "tcp://127.0.0.1:1")
         sampling = {"temperature": 1.0, "max_new_tokens": 500, "ignore_eos": True}
-        tasks = [asyncio.create_task(client.generate(prompt, sampling, n=1)) for prompt in PROMPTS]
-        await asyncio.sleep(0.5)
+        drawings = [Drawing(client, prompt, sampling) for prompt in PROMPTS]
         for step in (1, 2):
-            await publish(source, sink, staged_of(model_folders[step % 2], step))
-            await asyncio.sleep(0.2)
+            staged = staged_of(model_folders[step % 2], step)
+            await asyncio.gather(*(drawing.goes_on() for drawing in drawings))
+            await publish(source, sink, staged)
         assert (await client.model_info()).weight_version == "2.0"
-        return [answer for (answer,) in await asyncio.gather(*tasks)]
+        return [await drawing.whole() for drawing in drawings]
 
     answers = on_server(fresh_server, config, work)
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]

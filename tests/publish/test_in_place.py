@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from streamrl.publish.transport import Source
 from streamrl.types import PolicyVersion
 
 TIMEOUT = 60.0
-TOKENS = 400
+TOKENS = 800
 PROMPT = [1 + place * place % 8 for place in range(60)]
 LONG = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
 SHORT = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -120,10 +121,12 @@ def test_of_a_request_in_flight_the_tokens_behind_the_update_are_stamped_inexact
     on_fleet, model_folders, forward_logprobs
 ):
     async def work(fleet: Fleet, publish: Callable[[], Awaitable[None]]) -> tuple[Answer, Answer]:
-        flying = asyncio.create_task(fleet.policy("early", V0).generate(PROMPT, LONG, 1))
-        await asyncio.sleep(0.15)
+        drawn = asyncio.Event()
+        ends = SimpleNamespace(found=lambda ids, start: drawn.set())  # sees the tokens as they come, and finds no end
+        flying = asyncio.create_task(fleet.policy("early", V0).generate(PROMPT, LONG, 1, ends=ends))
+        await drawn.wait()
         await publish()
-        (late,) = await fleet.policy("late", V1).generate(PROMPT, LONG, 1)
+        (late,) = await fleet.policy("late", V1).generate(PROMPT, SHORT, 1)
         return (await flying)[0], late
 
     early, late = on_fleet("memory", work)

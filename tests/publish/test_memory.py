@@ -28,6 +28,7 @@ from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
+from tests.drawing import Drawing
 
 TIMEOUT = 60.0
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
@@ -70,14 +71,13 @@ def test_versions_arrive_while_requests_are_in_flight_and_every_token_is_of_its_
 
     async def work(client: EngineClient, sink: Sink) -> list[Answer]:
         sampling = {"temperature": 1.0, "max_new_tokens": 300, "ignore_eos": True}
-        tasks = [asyncio.create_task(client.generate(prompt, sampling, n=1)) for prompt in PROMPTS]
-        await asyncio.sleep(0.3)
+        drawings = [Drawing(client, prompt, sampling) for prompt in PROMPTS]
         for step in (1, 2):
             staged = staging.fill(PolicyVersion(step), weights_of(model_folders[step % 2]).items())
+            await asyncio.gather(*(drawing.goes_on() for drawing in drawings))
             await publish(config, sink, staged)
-            await asyncio.sleep(0.1)
         assert (await client.model_info()).weight_version == "2.0"
-        return [answer for (answer,) in await asyncio.gather(*tasks)]
+        return [await drawing.whole() for drawing in drawings]
 
     answers = on_server(fresh_server.address, config, work)
     weights = [weights_of(folder) for folder in model_folders]
