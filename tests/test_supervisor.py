@@ -34,6 +34,7 @@ name, events_path, run_folder, lives = sys.argv[1], Path(sys.argv[2]), Path(sys.
 lived = Path(run_folder) / f"{name}.lives"
 number = int(lived.read_text()) if lived.exists() else 0
 lived.write_text(str(number + 1))
+(run_folder / f"{name}.pid").write_text(str(os.getpid()))
 life = lives[min(number, len(lives) - 1)]
 if life["end"] == "waits" and not life.get("deaf"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -49,6 +50,10 @@ for path, content in life.get("leaves", {}).items():
     (run_folder / path).parent.mkdir(exist_ok=True)
     (run_folder / path).write_text(content)
 time.sleep(life.get("seconds", 0.3))
+if "outlives" in life:  # also in the eyes of the supervisor
+    other = run_folder / f"{life['outlives']}.pid"
+    while not other.exists() or Path("/proc", other.read_text()).exists():
+        time.sleep(0.05)
 if "fails at" in life:
     try:
         with events.span("learner.step", step=life["fails at"]):
@@ -289,7 +294,7 @@ def test_a_learner_that_is_killed_when_the_service_knows_its_end_does_not_fail_t
 
 
 def test_a_service_that_dies_when_the_learner_has_finished_and_gone_does_not_fail_the_run(supervise):
-    replay = {"end": "killed", "tells": FINISHED, "seconds": 4}
+    replay = {"end": "killed", "tells": FINISHED, "outlives": "learner-0"}
     code, folder = supervise(replay=[replay], learner=[{"end": "killed", "steps": STEPS}])
     assert (code, starts(folder, "replay-0"), starts(folder, "learner-0")) == (0, 1, 1)
 

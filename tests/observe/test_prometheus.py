@@ -24,12 +24,6 @@ DASHBOARD = Path(__file__).parents[2] / "launch" / "grafana.json"
 PROMQL = {"rate", "sum", "avg", "max", "min", "by", "without", "on", "ignoring", "clamp_min"}
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.fixture
 def serve():
     """`serve(folder)` -> what one look at the endpoint of a run folder gives: {(name, labels): value}."""
@@ -37,7 +31,7 @@ def serve():
 
     def look(folder: Path) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         if not exporters:
-            exporters.append(Exporter(folder, free_port()))
+            exporters.append(Exporter(folder, port=0))
         with urllib.request.urlopen(f"http://127.0.0.1:{exporters[0].port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         return {

@@ -24,12 +24,6 @@ from streamrl.observe.scrape import EndpointError, parse, scrape
 from tests.operations_table import documented
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def shown(renderable) -> str:
     screen = Terminal(record=True, width=160, file=io.StringIO())
     screen.print(renderable)
@@ -185,7 +179,7 @@ def test_a_run_that_was_resumed_behind_a_clock_that_was_set_back_is_shown_at_its
 def test_an_endpoint_is_shown_without_the_folder(tmp_path, capsys):
     run = finished(tmp_path)
     run.row(3, 19.5, **{"reward/mean": 0.75, "offpolicy/ess/s0": 1.0, "eval/copy/greedy": 0.5, "loss/total": 0.125})
-    exporter = Exporter(tmp_path, free_port())
+    exporter = Exporter(tmp_path, port=0)
     try:
         assert main(["top", "--url", f"http://127.0.0.1:{exporter.port}", "--once"]) == 0
         found = scrape(f"http://127.0.0.1:{exporter.port}/metrics")
@@ -225,8 +219,10 @@ def test_what_was_done_between_two_looks_is_what_the_counters_grew(tmp_path):
 
 
 def test_where_nobody_answers_there_is_one_line_and_code_1(capsys, monkeypatch):
-    url = f"http://127.0.0.1:{free_port()}"
-    assert main(["top", "--url", url]) == 1
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))  # where it does not listen, and nobody else can
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        assert main(["top", "--url", url]) == 1
     error = capsys.readouterr().err
     assert error == f"streamrl: {url}: nobody answers: [Errno 111] Connection refused\n"
     documented("streamrl: ...: nobody answers: ...", error, 1)
@@ -240,7 +236,7 @@ def test_where_nobody_answers_there_is_one_line_and_code_1(capsys, monkeypatch):
 
 def test_an_endpoint_that_falls_silent_ends_the_watch_with_one_line(tmp_path, capsys, monkeypatch):
     finished(tmp_path)
-    exporter = Exporter(tmp_path, free_port())
+    exporter = Exporter(tmp_path, port=0)
     shut = threading.Thread(target=exporter.close)
 
     def frame(*_: object) -> str:

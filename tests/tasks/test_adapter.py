@@ -101,13 +101,13 @@ def test_an_episode_is_a_sample_whose_tokens_are_the_sessions(scripted, address)
     ("said", "reason"),
     [
         ("raise", "KeyError: 'answer'"),
-        ("hang", "the episode was not over in 1 seconds"),
+        ("hang", "the episode was not over in 2 seconds"),
         ("nan", "reward is nan, a finite number is needed"),
         ("again", "PolicyGone: status 503"),
     ],
 )
 def test_an_episode_that_fails_costs_its_own_sample_alone(scripted, address, said, reason):
-    rollouts, _ = play(scripted([[said, END]]), 1, url=address, timeout=1.0)
+    rollouts, _ = play(scripted([[said, END]]), 1, url=address, timeout=2.0 if said == "hang" else 60.0)
     (rollout,) = rollouts
     assert rollout.reward == 0.0
     assert rollout.parts == {FAILED: 1.0} or rollout.masked
@@ -121,9 +121,9 @@ def test_an_episode_whose_first_call_the_policy_does_not_answer_has_asked_and_la
         await asyncio.Event().wait()
 
     inference.generate = generate
-    rollouts, _ = play(inference, 2, url=address, timeout=1.0)
+    rollouts, _ = play(inference, 2, url=address, timeout=2.0)
     assert [(rollout.is_answered, rollout.completion.failure) for rollout in rollouts] == [(False, "server")] * 2
-    assert all("the episode was not over in 1 seconds" in rollout.failure for rollout in rollouts)
+    assert all("the episode was not over in 2 seconds" in rollout.failure for rollout in rollouts)
 
 
 def test_the_endpoint_is_there_until_the_adapter_has_ended(address, monkeypatch):

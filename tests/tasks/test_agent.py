@@ -307,14 +307,15 @@ def test_a_function_acts_as_the_environment(scripted, agents):
 @pytest.mark.parametrize(
     ("agent", "reason", "masked"),
     [
-        ("hangs", "not done in 2 seconds", False),
-        ("blocks", "not done in 2 seconds", False),
+        ("hangs", "not done in 3 seconds", False),
+        ("blocks", "not done in 3 seconds", False),
         ("raises", "KeyError: 'tool'", False),
         ("exits", "ScorerLost: the process of exits has ended: exit code 1", True),
     ],
 )
 def test_an_agent_that_fails_costs_its_sample(scripted, agents, agent, reason, masked):
-    (rollout,), _ = play(scripted([["ab", END]]), function=f"{agents}:{agent}", timeout=2.0)
+    timeout = 3.0 if agent in ("hangs", "blocks") else 60.0
+    (rollout,), _ = play(scripted([["ab", END]]), function=f"{agents}:{agent}", timeout=timeout)
     assert rollout.masked == masked
     assert rollout.parts == ({} if masked else {FAILED: 1.0})
     assert reason in rollout.failure

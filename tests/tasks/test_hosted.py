@@ -56,8 +56,9 @@ TASKS = """
             match completion.text:
                 case "loop":
                     while True: pass
-                case "sleep": time.sleep(1e9)
+                case "sleep": (HERE / "begun").touch(), time.sleep(1e9)
                 case "wait":
+                    (HERE / "begun").touch()
                     try: await asyncio.sleep(1e9)
                     finally: (HERE / "cancelled").touch()
                 case "hold": ctypes.PyDLL(None).sleep(10**9)  # no other thread runs meanwhile
@@ -188,6 +189,13 @@ async def ticks(period: float = 0.02) -> None:
         before = time.monotonic()
         await asyncio.sleep(period)
         assert time.monotonic() - before < TIMEOUT, "the event loop was blocked"
+
+
+async def there(path: Path) -> None:
+    """Wait for a file."""
+    async with asyncio.timeout(0.5 * DEADLINE):
+        while not path.exists():
+            await asyncio.sleep(0.02)
 
 
 def test_a_class_of_the_users_is_loaded_in_processes_of_its_own_and_never_here(host, tmp_path):
@@ -472,13 +480,15 @@ def test_a_prompt_that_blocks_is_ended_too(host):
     go(play())
 
 
-def test_a_group_that_is_cancelled_at_its_deadline_leaves_a_process_that_is_replaced(host):
+def test_a_group_that_is_cancelled_at_its_deadline_leaves_a_process_that_is_replaced(host, tmp_path):
     async def play() -> None:
         async with host("Own", processes=1) as task:
             (first,) = task.pool.pids
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await scored(task, "sleep")
+            waiting = asyncio.create_task(scored(task, "sleep"))
+            await there(tmp_path / "begun")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
             (rollout,) = await scored(task, "fine")  # waits until the blocked process is ended
             assert rollout.reward == 6.0
             assert task.pool.pids != [first]
@@ -490,11 +500,9 @@ def test_an_answer_that_nobody_waits_for_any_more_is_cancelled_in_its_process(ho
     async def play() -> list[Rollout]:
         async with host("Own", processes=1, timeout=10 * DEADLINE) as task:
             waiting = asyncio.create_task(scored(task, "wait"))
-            await asyncio.sleep(0.5)
+            await there(tmp_path / "begun")
             waiting.cancel()
-            async with asyncio.timeout(0.5 * DEADLINE):
-                while not (tmp_path / "cancelled").exists():
-                    await asyncio.sleep(0.02)
+            await there(tmp_path / "cancelled")
             return await scored(task, "fine")
 
     assert [rollout.reward for rollout in go(play())] == [6.0]

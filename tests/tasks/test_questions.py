@@ -148,7 +148,7 @@ def test_a_resume_at_any_index_goes_on_with_the_same_prompts(rows):
 
 def test_answers_are_judged_as_mathematics_and_a_hanging_one_costs_its_sample(rows):
     async def judged():
-        environment = task(**rows, score_timeout=1.0, score_processes=2)
+        environment = task(**rows, score_timeout=2.0, score_processes=2)
         prompt = environment.prompt(0)
         right = [f"it is \\boxed{{{prompt.answer}}}", f"${prompt.answer}.0$", f"{prompt.answer}"]
         wrong = ["", "banana", "\\boxed{", "-1", "x" * 3000, "\x00", "{}\n{}"]
@@ -165,7 +165,7 @@ def test_answers_are_judged_as_mathematics_and_a_hanging_one_costs_its_sample(ro
     assert [rollout.parts[PARSED] for rollout in normal] == [1.0] * 3 + [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert hanging.reward == 0.0
     assert hanging.parts == {FAILED: 1.0}
-    assert "more than 1 s" in hanging.failure
+    assert "more than 2 s" in hanging.failure
     assert after.reward == 1.0
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

@@ -168,7 +168,7 @@ def test_a_call_is_made_again_when_the_server_fails_and_hangs(scripted):
 
     app = web.Application()
     app.router.add_post("/score", score)
-    (rollout,) = play(app, "", scripted([["a"]]), n=1, task={"name": "copy"}, timeout=0.3)
+    (rollout,) = play(app, "", scripted([["a"]]), n=1, task={"name": "copy"}, timeout=1.0)
     assert (rollout.reward, len(calls)) == (1.0, 3)
 
 

@@ -149,13 +149,13 @@ REWARD = """
 
 def test_a_reward_of_the_users_may_do_what_it_likes_and_costs_its_sample_alone(sums, tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(REWARD))
-    environment = sums(reward=f"{tmp_path}/mine.py:reward", score_timeout=1.0, score_processes=1)
+    environment = sums(reward=f"{tmp_path}/mine.py:reward", score_timeout=2.0, score_processes=1)
     bad = ("raise", "hang", "exit", "leave", "memory", "nan", "word")
     *failed, parts, right, wrong = judged(environment, *bad, "parts", "7", "8")
     assert [rollout.masked for rollout in failed] == [False, True, True, True, False, False, False]
     assert [rollout.parts for rollout in failed] == [{} if rollout.masked else {FAILED: 1.0} for rollout in failed]
     assert [rollout.reward for rollout in failed] == [0.0] * len(bad)
-    reasons = ("KeyError", "more than 1 s", "has ended", "SystemExit", "MemoryError", "finite", "ValueError")
+    reasons = ("KeyError", "more than 2 s", "has ended", "SystemExit", "MemoryError", "finite", "ValueError")
     assert [reason in (rollout.failure or "") for rollout, reason in zip(failed, reasons, strict=True)] == [True] * 7
     number = environment.prompt(0).metadata["values"]["n"]
     assert (parts.reward, parts.parts) == (0.5, {"exact": 0.0, "short": 1.0, "row": number})
