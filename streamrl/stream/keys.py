@@ -4,8 +4,8 @@
     client.key   client.pub     CURVE pair that all of its peers use
     api.key      admin.key      bearer tokens of SGLang's servers     made when the first server starts
 
-The folder has mode 0700, a secret 0600. A host that runs only workers needs client.key, service.pub and the
-two tokens; the service's host alone needs service.key. A file that is there already is used as it is.
+The folder has mode 0700, a secret 0600 (one of root's at most 0640). A host that runs only workers needs client.key,
+service.pub and the two tokens; the service's host alone needs service.key. A file that is there is used as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ABSTRACT = "ipc://@"
 
 
 class KeysUnusable(RuntimeError):
-    """A key that is missing, is no key, or can be read by others; the text says how to mend it."""
+    """A key that is missing, cannot be read, is no key, or can be read by others; the text says how to mend it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,10 @@ def write_once(path: Path, content: bytes, mode: int) -> bool:
 
 def _read_secret(path: Path) -> bytes:
     content = _read(path)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
+    status = path.stat()
+    # Of root's files the group may read, as libpq allows it: the kubelet mounts a Secret so for the user of a pod.
+    if status.st_mode & (0o037 if status.st_uid == 0 else 0o077):
+        mode = stat.S_IMODE(status.st_mode)
         raise KeysUnusable(f"{path} can be read by others (mode {mode:04o}): chmod 600 {path}, or make new keys")
     return content
 
@@ -148,6 +150,10 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise KeysUnusable(
             f"{path} is missing: the replay service makes it; without a shared file system copy the folder here"
+        ) from error
+    except PermissionError as error:
+        raise KeysUnusable(
+            f"{path} cannot be read by user {os.geteuid()}: it belongs to another one; allowed: a copy of this user's"
         ) from error
     if not content:
         raise KeysUnusable(f"{path} is empty")

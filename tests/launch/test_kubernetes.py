@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,13 +90,14 @@ def test_a_pod_that_is_told_to_end_has_its_time_and_comes_back(launch, kind):
         assert rules == {"FailJob[2]", "Ignore[75]", "Ignore"}
 
 
-def test_keys_come_from_a_secret_that_no_other_user_of_the_pod_can_read(launch, kind):
+def test_keys_come_from_a_secret_that_the_image_s_user_can_read_and_nobody_else(launch, kind):
     documents = _documents(launch, kind, 2, secret="wandb")
     assert yaml.safe_load(documents[0]["data"]["config.yaml"])["stream"]["keys"] == "/etc/streamrl/keys"
     for job in _jobs(documents).values():
         pod = job["template"]["spec"]
         keys = next(volume for volume in pod["volumes"] if volume["name"] == "keys")
-        assert keys["secret"] == {"secretName": "keys", "defaultMode": 0o400}
+        assert keys["secret"] == {"secretName": "keys", "defaultMode": 0o440}  # root's, of the group below
+        assert f"--uid {pod['securityContext']['fsGroup']} " in Path("launch/Dockerfile.gpu").read_text()
         assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "wandb"}}]
         mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}

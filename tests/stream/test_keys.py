@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
@@ -114,12 +116,51 @@ def test_keys_that_are_there_need_no_folder_that_can_be_written(keys: Path, monk
     assert service_keys(keys) == made
 
 
-def test_a_secret_that_others_can_read_is_refused(keys: Path) -> None:
+@pytest.fixture
+def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Files belong to another user: to give one away takes root."""
+    real = Path.stat
+
+    def own(owner: int) -> None:
+        def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+            fields = list(real(path, follow_symlinks=follow_symlinks))
+            fields[4] = owner
+            return os.stat_result(fields)
+
+        monkeypatch.setattr(Path, "stat", stat)
+
+    return own
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(1000, 0o640), (1000, 0o604), (0, 0o604), (0, 0o660)])
+def test_a_secret_that_others_can_read_is_refused(keys: Path, owned_by: Callable, owner: int, mode: int) -> None:
     service_keys(keys)
-    (keys / "client.key").chmod(0o640)
+    (keys / "client.key").chmod(mode)
+    owned_by(owner)
     with pytest.raises(KeysUnusable) as unusable:
         client_keys(keys)
     documented("...client.key can be read by others (mode ...): chmod 600...", str(unusable.value), 1)
+
+
+def test_a_secret_of_root_s_may_be_read_by_its_group_as_in_a_pod(keys: Path, owned_by: Callable) -> None:
+    made = service_keys(keys)
+    (keys / "client.key").chmod(0o440)
+    owned_by(0)
+    assert client_keys(keys).public == made.client_public
+
+
+def test_a_secret_of_another_user_is_one_line(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service_keys(keys)
+
+    def refuse(path: Path) -> bytes:  # root may read everything
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(KeysUnusable) as unusable:
+        client_keys(keys)
+    documented(
+        "...client.key cannot be read by user ...: it belongs to another one; allowed: ...", str(unusable.value), 1
+    )
 
 
 def test_keys_that_cannot_be_used_say_why(keys: Path) -> None:
