@@ -90,6 +90,25 @@ def test_a_pod_that_is_told_to_end_has_its_time_and_comes_back(launch, kind):
         assert rules == {"FailJob[2]", "Ignore[75]", "Ignore"}
 
 
+def test_a_configuration_that_is_refused_before_a_role_starts_ends_the_job_that_prepares_the_run(launch, kind):
+    """The others only wait for it, and may do so in vain more than once."""
+    refusing = {
+        (name, rule["onExitCodes"]["containerName"])
+        for name, job in _jobs(_documents(launch, kind, 2)).items()
+        for rule in job["podFailurePolicy"]["rules"]
+        if rule["action"] == "FailJob"
+    }
+    assert refusing == {("replay", "folder"), ("replay", "role"), ("learner", "role"), ("generator", "role")}
+
+
+def test_what_prepares_a_run_has_the_variables_of_its_roles(launch, kind):
+    made = launch("kubernetes", 2, environment={"PYTHONPATH": "/shared/code"}, kubernetes={"kind": kind, "secret": "s"})
+    for job in _jobs(list(yaml.safe_load_all(made.files()["run.yaml"]))).values():
+        (folder,), (role,) = (job["template"]["spec"][key] for key in ("initContainers", "containers"))
+        assert {"name": "PYTHONPATH", "value": "/shared/code"} in folder["env"]
+        assert (folder["env"], folder["envFrom"]) == (role["env"], role["envFrom"])
+
+
 def test_keys_come_from_a_secret_that_the_image_s_user_can_read_and_nobody_else(launch, kind):
     documents = _documents(launch, kind, 2, secret="wandb")
     assert yaml.safe_load(documents[0]["data"]["config.yaml"])["stream"]["keys"] == "/etc/streamrl/keys"
