@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,16 +14,27 @@ import pytest
 from launch import render
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from tests.operations_table import documented
 
 # Fakes replace srun, squeue, scontrol and the roles: the scripts are what is tested.
 FAKE = """#!/usr/bin/env bash
 # Replaces the interpreter: it writes down its arguments, and ends as the test says.
 echo "$*" >> "{folder}/calls"
+lives() {{ trap 'echo told >> "{folder}/calls"; exit 75' TERM; for _ in {{1..300}}; do sleep 0.1; done; exit 9; }}
 case "$*" in
-*"cli replay"*) trap 'echo told >> "{folder}/calls"; exit 75' TERM; for _ in {{1..300}}; do sleep 0.1; done ;;
+*launch.folder*) for ((n = 0; n < {prepares}; n++)); do sleep 0.1; done ;;
+*"cli replay"*) lives ;;
 *"cli learner"*) exit {learner} ;;
+*"--index 1"*) lives ;;
 *"cli generator"*) exit {generator} ;;
 esac
+"""
+
+# The script's own, before it starts its second role: told to end.
+MKDIR = """#!/usr/bin/env bash
+echo >> "{folder}/mkdirs"
+(($(wc -l < "{folder}/mkdirs") != 2)) || kill -TERM "$PPID"
+exec /bin/mkdir "$@"
 """
 
 SRUN = """#!/usr/bin/env bash
@@ -146,27 +159,40 @@ def test_separate_jobs_need_nodes_of_their_own(launch):
         launch("slurm", 1, slurm={"separate": True}).files()
 
 
-def _play(folder: Path, text: str, arguments: list[str], *, learner: int, generator: int = 0) -> tuple[int, list[str]]:
-    """Run a script, with fakes for everything that it starts. Its exit code, and what was started."""
+def _start(folder: Path, text: str, arguments: list[str], **ends: int) -> subprocess.Popen[str]:
+    """A script, with fakes for all that it starts; `ends`: exit codes, and tenths of seconds that it prepares."""
+    ends = {"learner": 0, "generator": 0, "prepares": 0} | ends
     for name, script in (("python", FAKE), ("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
         path = folder / name
-        path.write_text(script.format(folder=folder, learner=learner, generator=generator) if "{" in script else script)
+        path.write_text(script.format(folder=folder, **ends) if "{" in script else script)
         path.chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    slurm |= {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **slurm}
-    done = subprocess.run(["bash", "-c", text, "script", *arguments], env=environment, timeout=60)
-    return done.returncode, (folder / "calls").read_text().splitlines()
+    return subprocess.Popen(
+        ["bash", "-c", text, "script", *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    )
 
 
-def _local(launch, tmp_path, form, **others):
+def _play(folder: Path, text: str, arguments: list[str], **ends: int) -> tuple[int, list[str], str]:
+    """Run such a script. Its exit code, what was started, and what it said on stderr."""
+    process = _start(folder, text, arguments, **ends)
+    _, said = process.communicate(timeout=60)
+    return process.returncode, (folder / "calls").read_text().splitlines(), said
+
+
+def _local(launch, tmp_path, form, *, workers=1, **others):
     """With the run folder in `tmp_path`."""
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "runs/trial/logs").mkdir(parents=True, exist_ok=True)
     cpu = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 1, "gpus": 0}, "folder": str(tmp_path / "runs")}
-    return launch(form, 2, config={"model": {"path": "/m"}, "run": {"name": "trial"}}, **cpu, **others)
+    config = {"model": {"path": "/m"}, "run": {"name": "trial"}, "generate": {"workers": workers}}
+    return launch(form, 2, config=config, **cpu, **others)
 
 
 def test_a_learner_that_fails_on_a_host_ends_the_replay_service(launch, tmp_path):
     text = _local(launch, tmp_path, "hosts").files()["start.sh"]
-    code, calls = _play(tmp_path, text, ["0"], learner=3)
+    code, calls, _ = _play(tmp_path, text, ["0"], learner=3)
     assert code == 3
     assert "told" in calls
     assert calls[0] == f"-m streamrl.launch.folder prepare {tmp_path}/out/config.yaml"
@@ -174,8 +200,7 @@ def test_a_learner_that_fails_on_a_host_ends_the_replay_service(launch, tmp_path
 
 def test_a_job_that_was_told_to_end_is_queued_again(launch, tmp_path):
     text = _local(launch, tmp_path, "slurm").files()["run.sbatch"]
-    (tmp_path / "runs/trial/logs").mkdir(parents=True)
-    code, calls = _play(tmp_path, text, [], learner=75)
+    code, calls, _ = _play(tmp_path, text, [], learner=75)
     assert code == 0
     assert calls[-1] == "scontrol requeue 7"
     assert any("cli generator" in call for call in calls)
@@ -183,21 +208,72 @@ def test_a_job_that_was_told_to_end_is_queued_again(launch, tmp_path):
 
 def test_a_job_that_fails_is_queued_again_as_often_as_allowed_however_often_it_was_told_to_end(launch, tmp_path):
     text = _local(launch, tmp_path, "slurm", restarts=1).files()["run.sbatch"]
-    for folder in ("out", "runs/trial/logs"):
-        (tmp_path / folder).mkdir(parents=True)
     codes = [_play(tmp_path, text, [], learner=code)[0] for code in (75, 3, 3)]
     assert codes == [0, 0, 3]
 
 
-def test_a_generator_node_that_was_told_to_end_comes_back_by_itself(launch, tmp_path, monkeypatch):
-    for name, value in (("SLURM_ARRAY_JOB_ID", "9"), ("SLURM_ARRAY_TASK_ID", "0")):
-        monkeypatch.setenv(name, value)
+def test_a_generator_node_that_was_told_to_end_comes_back_by_itself(launch, tmp_path):
     text = _local(launch, tmp_path, "slurm", slurm={"separate": True}).files()["generators.sbatch"]
-    (tmp_path / "runs/trial/logs").mkdir(parents=True)
-    code, calls = _play(tmp_path, text, [], learner=0, generator=75)
+    code, calls, _ = _play(tmp_path, text, [], generator=75)
     assert code == 0
     assert calls[0] == f"-m streamrl.launch.folder wait {tmp_path}/out/config.yaml"
     assert calls[-1] == "scontrol requeue 9_0"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "last"),
+    [
+        ("start.sh 0", 75, "folder prepare"),
+        ("start.sh 1", 75, "folder wait"),
+        ("run.sbatch", 0, "scontrol requeue 7"),
+        ("generators.sbatch", 0, "scontrol requeue 9_0"),
+    ],
+)
+def test_a_script_that_is_told_to_end_while_it_prepares_starts_no_role(launch, tmp_path, script, code, last):
+    script, *host = script.split()
+    separate = {"slurm": {"separate": True}} if script == "generators.sbatch" else {}
+    made = _local(launch, tmp_path, "hosts" if host else "slurm", **separate)
+    process = _start(tmp_path, made.files()[script], host, prepares=50)
+    calls = tmp_path / "calls"
+    while not (calls.exists() and calls.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    assert last in calls.read_text().splitlines()[-1]
+    assert "streamrl.cli" not in calls.read_text()
+
+
+def test_a_host_that_is_told_to_end_between_two_starts_tells_both_roles(launch, tmp_path):
+    text = _local(launch, tmp_path, "hosts", workers=2).files()["start.sh"]
+    (tmp_path / "mkdir").write_text(MKDIR.format(folder=tmp_path))
+    (tmp_path / "mkdir").chmod(0o755)
+    code, _, said = _play(tmp_path, text, ["1"])
+    assert (code, said) == (75, "")
+
+
+@pytest.mark.parametrize("failure", [1, 2])
+def test_a_host_of_generators_alone_ends_with_the_first_that_fails(launch, tmp_path, failure):
+    text = _local(launch, tmp_path, "hosts", workers=2).files()["start.sh"]
+    code, _, said = _play(tmp_path, text, ["1"], generator=failure)
+    assert code == failure  # and not 75, with which the other one ends
+    assert said == f"generator-0 ended with exit code {failure}; see {tmp_path}/runs/trial/logs/generator-0.log\n"
+
+
+def test_a_job_of_generators_of_which_one_fails_counts_it(launch, tmp_path):
+    made = _local(launch, tmp_path, "slurm", workers=2, slurm={"separate": True}, restarts=1)
+    text = made.files()["generators.sbatch"]
+    played = [_play(tmp_path, text, [], generator=1) for _ in range(2)]
+    assert [code for code, _, _ in played] == [0, 1]
+    assert played[0][1][-1] == "scontrol requeue 9_0"
+
+
+def test_a_generator_that_fails_beside_a_learner_is_a_line_of_the_job_and_not_its_end(launch, tmp_path):
+    text = _local(launch, tmp_path, "slurm").files()["run.sbatch"]
+    code, calls, said = _play(tmp_path, text, [], learner=75, generator=1)
+    assert (code, calls[-1]) == (0, "scontrol requeue 7")
+    documented("generator-... ended with exit code ...; see ...", said, None)
 
 
 def test_a_host_beyond_the_last_one_is_refused(launch, tmp_path):
