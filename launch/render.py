@@ -15,6 +15,7 @@ import functools
 import re
 import shlex
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import config_path
+from streamrl.config.words import as_text
 
-from .description import NO_WORD, WORDS, Description, load
+from .description import NO_WORD, WORDS, Description, Nodes, load
 from .placement import place
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -92,6 +94,7 @@ class Launch:
             return [("run.yaml", "kubernetes.yaml.j2", self._kubernetes())]
         learner = {"group": description.learner, "array": False, "nodes": placement.nodes}
         if not description.slurm.separate:
+            _check_one_allocation(description)
             return [("run.sbatch", "slurm.sbatch.j2", learner)]
         if description.generators is None:
             raise ConfigError("slurm.separate: the generators have no nodes of their own; allowed: with `generators`")
@@ -149,7 +152,7 @@ class Launch:
     def _jobs(self) -> list[dict[str, Any]]:
         """The Jobs of a run: name, pods, GPUs of each, command, probe."""
         description, ranks = self.description, self.placement.ranks
-        groups = {"learner": description.learner, "generators": description.generators or description.learner}
+        nodes = description.generators or description.learner
         jobs = [
             self._job("replay", 1, 0, "roles.replay()", "replay-0"),
             self._job(
@@ -158,24 +161,25 @@ class Launch:
                 ranks if description.learner.gpus else 0,
                 f"roles.torchrun('{self._host('learner')}:{description.rendezvous_port}', restarts)",
                 "learner-0",
-                group=groups["learner"],
+                asked=_cores_and_memory(description.learner, Fraction(1)),
             ),
         ]
-        first = 0
+        first, every = 0, sum(pool.workers * pool.server_nodes for pool in self.config.generate.each_pool)
         for pool in self.config.generate.each_pool:
-            gpus = pool.gpus if groups["generators"].gpus else 0
+            gpus = pool.gpus if nodes.gpus else 0
             name = "generator" + (f"-{_plain(pool.name)}" if pool.name else "")
             index, role = _pod(first, pool.server_nodes)
             command = f"roles.generator({index})"
-            jobs.append(self._job(name, pool.workers * pool.server_nodes, gpus, command, role))
+            share = Fraction(gpus, nodes.gpus) if gpus else min(Fraction(nodes.nodes, every), Fraction(1))
+            asked = _cores_and_memory(nodes, share) if description.generators else {}  # the learner's pod has them
+            jobs.append(self._job(name, pool.workers * pool.server_nodes, gpus, command, role, asked=asked))
             first += pool.workers
         return jobs
 
-    def _job(self, name: str, pods: int, gpus: int, role: str, probed: str, *, group: Any = None) -> dict[str, Any]:
+    def _job(self, name: str, pods: int, gpus: int, role: str, probed: str, *, asked: Any = None) -> dict[str, Any]:
+        """`asked` for each pod, beside its GPUs and their network cards."""
         kubernetes = self.description.kubernetes
-        resources = {kubernetes.resource: gpus, **kubernetes.rdma} if gpus else {}
-        if group is not None:
-            resources |= {key: value for key, value in (("cpu", group.cpus), ("memory", group.memory)) if value}
+        resources = ({kubernetes.resource: gpus, **kubernetes.rdma} if gpus else {}) | (asked or {})
         command = '{% import "_roles.j2" as roles with context %}exec {{ roles.wrapped(0) }} {{ ' + role + " }}"
         return {
             "name": name,
@@ -239,10 +243,33 @@ def _pod(first: int, nodes: int) -> tuple[str, str]:
     return f"""'{word}', '"{rank}"'""", f"generator-$(({number}))-node-{rank}"
 
 
+def _cores_and_memory(nodes: Nodes, share: Fraction) -> dict[str, Any]:
+    """What a pod asks for that has a share of a node, where the description says what the node has."""
+    asked: dict[str, Any] = {}
+    if nodes.cpus is not None:
+        asked["cpu"] = max(1, int(nodes.cpus * share))
+    if nodes.memory is not None:
+        mebibytes = int(nodes.memory[:-2]) * (1024 if nodes.memory.endswith("Gi") else 1)
+        asked["memory"] = f"{int(mebibytes * share)}Mi"
+    return asked
+
+
 def _security(*, lock: bool) -> dict[str, Any]:
     """The securityContext of a role's container."""
     capabilities = {"capabilities": {"add": ["IPC_LOCK"]}} if lock else {}
     return {"allowPrivilegeEscalation": False, **capabilities}
+
+
+def _check_one_allocation(description: Description) -> None:
+    """Its nodes are of one kind, the learner's."""
+    learner, generators = description.learner, description.generators or description.learner
+    for key in ("gpus", "cpus", "memory", "partition"):
+        given, has = getattr(generators, key), getattr(learner, key)
+        if given is not None and given != has:
+            raise ConfigError(
+                f"generators.{key}: {given} differs from learner.{key}={as_text(has)}, and one allocation has nodes of "
+                "one kind; allowed: the same, or slurm.separate=true"
+            )
 
 
 def _check_kubernetes(description: Description) -> None:

@@ -14,6 +14,7 @@ from tests.documented_commands import ROOT
 NAMES = {name for kind in KINDS for name in kind.names}
 # Words that are spelled like a choice and are none.
 OTHER_MEANINGS = {
+    "launch/render.py": {"memory"},  # of a node
     "launch/folder.py": {"ready"},  # an event
     "launch/render.py": {"python"},  # a program
     # transformers' own names

@@ -41,7 +41,7 @@ def launch(describe: Describe, tmp_path: Path) -> Make:
         config = {"learner": {"ranks": 4 * learners}, "generate": {"workers": 2 * learners, "tensor_parallel": 2}}
         roles: dict[str, Any] = {"learner": {"nodes": learners, "gpus": 8}}
         if nodes > 1:
-            roles["generators"] = {"nodes": nodes - learners, "gpus": 4}
+            roles["generators"] = {"nodes": nodes - learners, "gpus": 8 if form == "slurm" else 4}
         hosts = [f"gpu-{number}" for number in range(nodes)]
         path = describe(config=others.pop("config", config), **({"hosts": hosts} | roles | others))
         return Launch(form, *load(path), tmp_path / "out")

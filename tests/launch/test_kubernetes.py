@@ -60,6 +60,23 @@ def test_every_role_has_its_pods_and_gpus(launch, kind, nodes):
     assert gpus == {"replay": {}, "learner": {"nvidia.com/gpu": 4}, "generator": {"nvidia.com/gpu": 2}}
 
 
+@pytest.mark.parametrize(
+    ("gpus", "workers", "asked"),
+    [(8, 2, {"nvidia.com/gpu": 2, "cpu": 16, "memory": "128000Mi"}), (0, 3, {"cpu": 21, "memory": "341333Mi"})],
+)
+def test_a_generator_s_pod_asks_for_its_share_of_a_node(launch, kind, gpus, workers, asked):
+    config = {"model": {"path": "/m"}, "run": {"name": "trial"}, "generate": {"workers": workers, "tensor_parallel": 2}}
+    node = {"gpus": gpus, "memory": "500Gi"}
+    roles = {"learner": node | {"nodes": 1, "cpus": 64}, "generators": node | {"nodes": 2, "cpus": 64 if gpus else 32}}
+    made = launch("kubernetes", 3, config=config, **roles, kubernetes={"kind": kind})
+    jobs = _jobs(list(yaml.safe_load_all(made.files()["run.yaml"])))
+    generator, learner = (
+        jobs[name]["template"]["spec"]["containers"][0]["resources"]["limits"] for name in ("generator", "learner")
+    )
+    assert generator == asked
+    assert learner.items() >= {"cpu": 64, "memory": "512000Mi"}.items()
+
+
 def test_the_address_and_the_rendezvous_are_names_of_pods(launch, kind):
     documents = _documents(launch, kind, 8)
     config = yaml.safe_load(documents[0]["data"]["config.yaml"])

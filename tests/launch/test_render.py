@@ -154,6 +154,22 @@ def test_separate_jobs_let_each_generator_node_come_and_go_alone(launch):
     assert [int(index) for index in re.findall(r"--index (\d+)", pool)] == list(range(8))
 
 
+@pytest.mark.parametrize(
+    ("generators", "line"),
+    [
+        ({"gpus": 4}, "generators.gpus: 4 differs from learner.gpus=8, and one allocation has nodes of one kind"),
+        ({"cpus": 32}, "generators.cpus: 32 differs from learner.cpus=64"),
+        ({"memory": "900Gi"}, "generators.memory: 900Gi differs from learner.memory=null"),
+        ({"partition": "big"}, "generators.partition: big differs from learner.partition=null"),
+    ],
+)
+def test_what_one_allocation_cannot_give_its_generators_is_refused(launch, generators, line):
+    nodes = {"learner": {"nodes": 1, "gpus": 8, "cpus": 64}, "generators": {"nodes": 1, "gpus": 8} | generators}
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        launch("slurm", 2, **nodes).files()
+    assert launch("slurm", 2, **nodes, slurm={"separate": True}).files()
+
+
 def test_separate_jobs_need_nodes_of_their_own(launch):
     with pytest.raises(ConfigError, match=r"slurm\.separate: the generators have no nodes"):
         launch("slurm", 1, slurm={"separate": True}).files()
