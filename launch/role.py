@@ -22,6 +22,7 @@ import time
 from collections.abc import Set
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -66,9 +67,9 @@ class Role:
                 return REFUSED
             if self._told:
                 return GOES_ON
-            if reason := self._given_up():
-                log.error("not started again: %s", reason)
-                return code if code > 0 else 1
+            if (end := self._end_of_the_run()) is not None:
+                log.error("not started again: %s", end["reason"])
+                return REFUSED if end["event"] == "learner.refused" else max(code, 1)
             log.warning("it ended with %d; started again %d of %d times", code, restart, self._restarts)
             if restart < self._restarts:
                 self._pause()
@@ -89,9 +90,13 @@ class Role:
             self._end()
         return self._child.wait()
 
-    def _given_up(self) -> str | None:
-        """Why some role has given the run up since the start: started again, this one would find nobody."""
-        return next((event["reason"] for event in self._records.read() if event["event"] == "gave_up"), None)
+    def _end_of_the_run(self) -> dict[str, Any] | None:
+        """The event since the start that says why this role, started again, would find nobody, or be refused again.
+
+        The ranks' launcher ends with 1 whatever their exit code was.
+        """
+        ends = {"gave_up", "learner.refused"} if LAUNCHER in self._command else {"gave_up"}
+        return next((event for event in self._records.read() if event["event"] in ends), None)
 
     def _end(self) -> None:
         if self._child is not None and not self._ending:

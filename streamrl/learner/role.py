@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from streamrl import last_words
 from streamrl.config import Config
@@ -28,7 +29,7 @@ from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, Events, event_path, role_events
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
-from streamrl.observe.starting import begin_part, loading
+from streamrl.observe.starting import STARTING, begin_part, loading
 from streamrl.publish.publisher import Publisher
 from streamrl.stream.session import PeerRefused
 from streamrl.types import Batch
@@ -39,18 +40,21 @@ log = logging.getLogger(__name__)
 def main(config: Config, run_folder: Path) -> int:
     """One rank, from start or resume to the end of the run. Returns 0, also when it was asked to stop.
 
-    Returns 1 when the run cannot go on (`FOR_GOOD`): the event `gave_up` reports this to the process that started it.
+    Returns 1 when the run cannot go on (`FOR_GOOD`), and raises ConfigError for what is refused: the events `gave_up`
+    and `learner.refused` report this to the process that started it, and to ranks that are started again.
     """
-    if reason := _former_end(run_folder):
-        return _failed(reason)
+    if (former := _former_end(run_folder)) is not None:
+        if former["event"] == "learner.refused":
+            raise ConfigError(former["reason"])
+        return _failed(former["reason"])
     raise_limit()
     stop = StopSignal()
     trainer: Trainer | None = None
     log_file: EventLog | None = None
+    events = Events()
     try:
         if os.environ.get("RANK", "0") == "0":
-            log_file = EventLog(event_path(run_folder, "learner"), "learner-0", starts=False)
-        events = log_file or Events()
+            events = log_file = EventLog(event_path(run_folder, "learner"), "learner-0", starts=False)
         begin_part(events, "builds the model")
         trainer = Trainer(config, run_folder)
         begin_part(events, "loads the weights")
@@ -62,9 +66,8 @@ def main(config: Config, run_folder: Path) -> int:
         else:
             _lead(config, run_folder, trainer, stop, log_file)
         return 0
-    except ConfigError:
-        raise
-    except UnsupportedAcceleratorError as error:
+    except (ConfigError, UnsupportedAcceleratorError) as error:
+        events.emit("learner.refused", reason=str(error))
         raise ConfigError(str(error)) from error
     except (*FOR_GOOD, CheckpointError, trained_model.ExportError, TimeoutError) as error:
         return _failed(str(error))
@@ -110,8 +113,7 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
         events.emit("gave_up", reason=str(error))
         source.gave_up(str(error))
         raise
-    except PeerRefused as error:
-        events.emit("learner.refused", reason=str(error))
+    except PeerRefused:
         trainer.broadcast("end")  # the other ranks wait for a command
         raise
     finally:
@@ -119,7 +121,6 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
             publisher.close()
         metrics.close()
         source.close()
-        events.close()
 
 
 def _was_restarted() -> bool:
@@ -127,15 +128,18 @@ def _was_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _former_end(run_folder: Path) -> str | None:
-    """Why the learner before this one gave the run up, where it is started again all the same."""
+def _former_end(run_folder: Path) -> dict[str, Any] | None:
+    """The event with which the learner before this one gave the run up or was refused, where it is started again all
+    the same."""
     if not _was_restarted():
         return None
-    reason: str | None = None
+    former: dict[str, Any] | None = None
     for event in role_events(run_folder, "learner"):
-        if event["event"] in ("process.start", "gave_up"):
-            reason = event.get("reason")
-    return reason
+        if event["event"] in ("gave_up", "learner.refused"):
+            former = event
+        elif event["event"] in (STARTING, "process.start"):
+            former = None
+    return former
 
 
 def _is_over(config: Config, run_folder: Path, trainer: Trainer) -> bool:

@@ -67,6 +67,25 @@ def test_a_missing_shard_is_one_line_of_the_learners_and_exit_code_2(make_run: C
 
 
 @pytest.mark.slow
+def test_a_learner_that_is_refused_under_torchrun_loads_its_model_once_and_ends_with_2(
+    tiny_model: Path, tmp_path: Path
+):
+    """As a cluster's script starts it."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"run: {{name: run, folder: {tmp_path}, steps: 3}}\nmodel: {{path: {tiny_model}}}\ntask: {{name: copy}}\n"
+    )
+    folder = prepare(config_file.load(file), fresh=False)
+    (folder / "checkpoints" / "incarnation").write_text("one")
+    command = [sys.executable, "-m", "launch.role", "--run-folder", str(folder), "--", *by_torchrun(folder, restarts=1)]
+    learner = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    line = "...incarnation: ... is no number; allowed: ..."
+    documented(line, learner.stderr, learner.returncode)
+    assert len(told(folder, "learner", "learner.refused")) == 1
+    assert sum(event["what"] == "builds the model" for event in told(folder, "learner", "starting")) == 1
+
+
+@pytest.mark.slow
 def test_ctrl_c_while_servers_and_ranks_start_ends_with_130_long_before_the_time_that_a_stop_may_take(make_run):
     run = make_run().start("run.stop_timeout=3600", "generate.workers=2", "replay.max_staleness=4")
 

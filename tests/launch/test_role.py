@@ -86,6 +86,25 @@ def test_a_role_of_a_run_that_was_given_up_is_not_started_again(run, monkeypatch
     assert "not started again: no learner step in 5 s" in caplog.text
 
 
+REFUSED = """
+from pathlib import Path
+from streamrl.observe.events import EventLog, event_path
+open({0!r}, "a").write("x")
+EventLog(event_path(Path({1!r}), "learner"), "learner-0").emit("learner.refused", reason="no checkpoint is left")
+raise SystemExit(1)
+"""
+
+
+def test_a_learner_that_was_refused_ends_with_2_though_its_launcher_does_with_1(run, monkeypatch, caplog):
+    monkeypatch.setattr(role, "PAUSE", 0.0)
+    refused = _python(REFUSED.format(str(run / "starts"), str(run)))
+    assert Role(run, [*refused, role.LAUNCHER], restarts=3, grace=5).run() == role.REFUSED
+    assert (run / "starts").read_text() == "x"
+    assert "not started again: no checkpoint is left" in caplog.text
+    assert Role(run, refused, restarts=1, grace=5).run() == 1  # any other role may come again
+    assert (run / "starts").read_text() == "xxx"
+
+
 def test_a_replay_service_under_the_launcher_ends_with_1_after_the_time_without_progress(tmp_path):
     """The whole command of a cluster's script: started once, in spite of its three restarts."""
     config = Config.model_validate(

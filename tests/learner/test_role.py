@@ -492,6 +492,24 @@ def test_a_learner_that_torchrun_starts_again_though_it_gave_up_ends_at_once_wit
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # a start by hand: what led to it may have been mended
     assert role.main(Config(), tmp_path) == 1
     assert "TypeError" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of that start, which has not come to its first step
+    assert role.main(Config(), tmp_path) == 1
+    assert "TypeError" in capsys.readouterr().err
+
+
+def test_a_learner_that_torchrun_starts_again_though_it_was_refused_is_refused_at_once(tmp_path, monkeypatch):
+    Broken.error = ConfigError("no checkpoint is left")
+    monkeypatch.setattr(role, "Trainer", Broken)
+    with pytest.raises(ConfigError, match="no checkpoint is left"):
+        role.main(Config(), tmp_path)
+    monkeypatch.setattr(role, "Trainer", None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ConfigError, match=r"^no checkpoint is left$"):
+            role.main(Config(), tmp_path)
+    refused = [event for event in read_events(event_path(tmp_path, "learner")) if event["event"] == "learner.refused"]
+    assert [event["reason"] for event in refused] == ["no checkpoint is left"]
 
 
 class Broken(Trainer):
