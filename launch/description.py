@@ -20,6 +20,7 @@ from streamrl.choices import TRANSPORTS
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError, parse_yaml
+from streamrl.config.generate import KEY_ARGUMENTS
 from streamrl.config.section import Section
 from streamrl.config.words import as_text
 from streamrl.places import absolute, chosen
@@ -27,9 +28,6 @@ from streamrl.preflight.machine import check_served
 
 # Keys whose path may be relative: the description has the first, and nodes do not read the second.
 NOT_OF_A_NODE = ("run.folder", "model.shape")
-
-# Keys of generate.server_args that are refused: others may read what is rendered.
-SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 
 RESOURCE = r"[a-z0-9.-]+/[A-Za-z0-9._-]+"  # a resource that a device plugin gives out
 
@@ -204,7 +202,7 @@ def _check(description: Description, config: Config) -> None:
         )
     for pool in config.generate.each_pool:
         for name in pool.server_args:
-            if name.replace("-", "_") in SECRET_ARGUMENTS:
+            if name.replace("-", "_") in KEY_ARGUMENTS:  # others may read what is rendered
                 raise ConfigError(
                     f"generate.server_args: {name} would be written into what is rendered; allowed: the key in its "
                     "file, see docs/security.md"

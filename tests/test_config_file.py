@@ -248,6 +248,16 @@ def test_each_worker_sees_the_settings_of_its_own_pool():
         config.of_worker(3)
 
 
+def test_what_is_shared_has_every_key_but_those_of_servers():
+    pools = [{"name": "a", "server_args": {"api_key": "hidden", "mem_fraction_static": 0.5}}, {"name": "b"}]
+    config = config_file.load(None, ["generate.server_args={api-key: hidden}", f"generate.pools={pools}"])
+    shared = config_file.shareable(config)
+    assert "hidden" not in str(shared)
+    assert shared["generate"]["pools"] == [{"name": "a", "server_args": {"mem_fraction_static": 0.5}}, {"name": "b"}]
+    assert shared["generate"].pop("server_args") == {}
+    assert shared["run"] == config.model_dump(mode="json")["run"]
+
+
 @pytest.mark.parametrize(
     ("pool", "text"),
     [

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from streamrl.config import Config
 from streamrl.config.complaints import complaints
+from streamrl.config.generate import KEY_ARGUMENTS
 from streamrl.config.keys import fields
 from streamrl.config.positions import Positions
 from streamrl.config.refused import ConfigError, Refusals
@@ -32,7 +33,7 @@ from streamrl.whole_files import drafted
 
 __all__ = [
     "ConfigError", "as_tree", "as_yaml", "changed", "checked", "describe", "fields", "load", "located", "parse_yaml",
-    "save", "value_at",
+    "save", "shareable", "value_at",
 ]  # fmt: skip
 
 BASE = "base"  # the key of a file that names the files below it; it is no key of the tree
@@ -85,6 +86,16 @@ def as_tree(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json")
     if config.run.epochs is not None:
         tree["run"]["steps"] = None
+    return tree
+
+
+def shareable(config: Config) -> dict[str, Any]:
+    """Every key of `config`, for others to read: `server_args` without the keys of the servers."""
+    tree = config.model_dump(mode="json")
+    for pool in (tree["generate"], *tree["generate"]["pools"]):
+        if "server_args" in pool:
+            given = pool["server_args"].items()
+            pool["server_args"] = {name: value for name, value in given if name.replace("-", "_") not in KEY_ARGUMENTS}
     return tree
 
 

@@ -38,6 +38,8 @@ OF_RANKS = {
 # SGLang's arguments that would decide on the format of weights beside `quantization`, or read them in another way.
 OF_FORMAT = ("quantization", "json_model_override_args", "load_format", "model_loader_extra_config", "torchao_config")
 
+# SGLang's arguments for the keys that a server asks for: the API's, and that of commands.
+KEY_ARGUMENTS = ("api_key", "admin_api_key")
 
 # SGLang's argument for what requests leave out of their sampling: penalties, biases of logits.
 UNSEEN_SAMPLING = "preferred_sampling_params"

@@ -18,8 +18,6 @@ class EngineKeys(NamedTuple):
 
 NO_KEYS = EngineKeys()
 
-KEY_ARGUMENTS = ("api_key", "admin_api_key")  # as `generate.server_args` may give them
-
 # SGLang's argument: the variable that brings its value.
 _ON_THE_WAY = {"--api-key": "STREAMRL_API_KEY", "--admin-api-key": "STREAMRL_ADMIN_KEY"}
 

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
+from streamrl.config.generate import KEY_ARGUMENTS
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import CPU_ENVIRONMENT, cuda_libraries, has_cuda, nccl_environment
-from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
+from streamrl.engine.keys import NO_KEYS, EngineKeys, key_environment
 from streamrl.engine.load_plan import LOADER
 from streamrl.engine.nodes import FurtherNodes, NodeLost, NodeOf, reserved_meeting
 from streamrl.engine.quantised_loading import FLAG, OVERRIDE

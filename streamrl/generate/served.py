@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
-from streamrl.config.generate import UNSEEN_SAMPLING
+from streamrl.config.generate import KEY_ARGUMENTS, UNSEEN_SAMPLING
 from streamrl.device_map import divide
 from streamrl.engine.answers import Answer, PrefillScores
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda, visible_gpus
-from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
+from streamrl.engine.keys import EngineKeys
 from streamrl.engine.nodes import FurtherNodes
 from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter

@@ -29,7 +29,9 @@ from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 folder = Path(sys.argv[1])
 lr = {"learner": {"optimizer": {"lr": 0.125}}}
 observe = {"wandb": "offline", "wandb_answers": 2}
-config = Config.model_validate({"run": {"name": "trial"}, "model": {"path": str(folder)}, "observe": observe} | lr)
+keys = {"generate": {"server_args": {"api-key": "hidden", "admin_api_key": "hidden"}}}
+run = {"run": {"name": "trial"}, "model": {"path": str(folder)}, "observe": observe}
+config = Config.model_validate(run | lr | keys)
 
 
 def sample(reward, *ids):
@@ -90,6 +92,10 @@ def test_the_whole_configuration_is_there(folder: Path) -> None:
             assert told["replay"]["max_staleness"] is not None  # a default
             return
     pytest.fail("no configuration")
+
+
+def test_no_key_of_a_server_is_there(folder: Path) -> None:
+    assert not [path for path in folder.rglob("wandb/**/*") if path.is_file() and b"hidden" in path.read_bytes()]
 
 
 def test_answers_are_tables_of_the_first_step_and_of_every_second(folder: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.config.file import shareable
 from streamrl.observe.answers import COLUMNS, Answers
 from streamrl.observe.sinks.base import Sink, numbers
 
@@ -38,7 +39,7 @@ class Wandb(Sink):
             resume="allow",
             dir=run_folder,
             mode="offline" if config.observe.wandb == "offline" else "online",
-            config=config.model_dump(mode="json"),
+            config=shareable(config),
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("step")
