@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from streamrl.config import Config
 from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
+from streamrl.observe.metrics import MetricsWriter
 from streamrl.tasks import user_reward
 from streamrl.tasks.hosted import check_tasks
 from streamrl.tasks.registry import build_task
@@ -55,6 +57,17 @@ def model_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md") if blocks(page.name)} - ELSEWHERE))
 def test_the_blocks_of_a_page_run_one_after_another(page):
     run(page)
+
+
+def test_the_sink_of_the_page_has_each_number_of_a_resumed_run_once(tmp_path):
+    sink = run("watching.md")["Csv"]
+    for steps in ((1, 2, 3), (2, 3)):
+        writer = MetricsWriter(tmp_path, [sink(Config(), tmp_path, sink.Options())])
+        writer.truncate_after(steps[0] - 1)
+        for step in steps:
+            writer.write({"step": step, "reward/mean": step / 2})
+        writer.close()
+    assert (tmp_path / "metrics.csv").read_text() == "1,reward/mean,0.5\n2,reward/mean,1.0\n3,reward/mean,1.5\n"
 
 
 @pytest.mark.parametrize("name", ["Guessing", "Shorter", "SummedUp"])

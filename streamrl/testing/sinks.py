@@ -18,6 +18,7 @@ from streamrl.choices import SINKS
 from streamrl.config import Config
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
+from streamrl.observe.sinks.base import Sink
 from streamrl.testing.declarations import Conformance
 from streamrl.types import Batch, Group, Sample
 
@@ -48,6 +49,8 @@ class SinkConformance(Conformance):
             assert {step: written["reward/mean"][step] for step in range(1, 7)} == {
                 step: step + (0.5 if step < 4 else 0.0) for step in range(1, 7)
             }
+            if self.declaration.truncate_after is not Sink.truncate_after:
+                assert 7 not in written["reward/mean"], "truncate_after(3) leaves step 7, which no resume has made"
 
     def test_it_is_opened_once(self, tmp_path: Path) -> None:
         sinks = open_sinks(self._config, tmp_path)

@@ -68,3 +68,25 @@ class TheRowsOfLate(SinkConformance):
 def test_one_that_breaks_a_promise_is_found_out(tmp_path):
     with pytest.raises(AssertionError):
         TheRowsOfLate().test_every_number_of_a_run_that_was_resumed_is_there(tmp_path)
+
+
+class Forgetful(Late):
+    """Writes every row, and forgets none."""
+
+    def write(self, step, row):
+        path = self.run_folder / f"{step}.json"
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | numbers(row)))
+
+    def truncate_after(self, step):
+        """It says that it does."""
+
+
+class TheRowsOfForgetful(TheRowsOfLate):
+    """The kit with what `Forgetful` has written."""
+
+    name = f"{__file__}:Forgetful"
+
+
+def test_one_that_does_not_forget_what_no_resume_has_made_is_found_out(tmp_path):
+    with pytest.raises(AssertionError, match="leaves step 7"):
+        TheRowsOfForgetful().test_every_number_of_a_run_that_was_resumed_is_there(tmp_path)
