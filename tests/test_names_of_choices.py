@@ -14,9 +14,8 @@ from tests.documented_commands import ROOT
 NAMES = {name for kind in KINDS for name in kind.names}
 # Words that are spelled like a choice and are none.
 OTHER_MEANINGS = {
-    "launch/render.py": {"memory"},  # of a node
     "launch/folder.py": {"ready"},  # an event
-    "launch/render.py": {"python"},  # a program
+    "launch/render.py": {"python", "memory"},  # a program; of a node
     # transformers' own names
     "launch/tiny_model.py": set(FAMILIES.names) - {"qwen3_next", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"},
     "launch/tiny_vl_model.py": {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"},
