@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.peers_trl import Job, is_over
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.lifeline import end_tree, sigterm_afterwards, unwinding_at_sigterm
 from streamrl.model_dtype import with_dtype
 from streamrl.observe.metrics import read_metrics
 from streamrl.tasks.registry import build_task
@@ -27,6 +28,7 @@ TARGET = 0.4  # mean reward; the untrained model has 0.15
 OVER = 5  # steps that it is the mean of
 LEAST = 10  # steps that a run has at least, so that tokens/s are of several
 TIMEOUT = 1800.0  # seconds of one run
+END_GRACE = 60.0  # seconds for a run to end, once it is told to
 LOOK = 2.0  # seconds between two looks at a run of streamrl
 INTERRUPTED = 130  # exit code of `streamrl train` behind a SIGTERM
 
@@ -147,14 +149,18 @@ def run_trl(config: Config, python: Path, target: float | None, *, bf16: bool) -
 
 
 def run_command(command: Sequence[str], log: Path, enough: Callable[[], bool] = lambda: False) -> None:
-    """Run it to its end, or to where it is `enough`. Raises SystemExit, with its last lines, where it fails."""
+    """Run it to its end, or to where it is `enough`; at SIGTERM it ends with the caller.
+
+    Raises SystemExit, with its last lines, where it fails.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     deadline = time.monotonic() + TIMEOUT
     ended = False
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+    with log.open("wb") as output, unwinding_at_sigterm():
+        with sigterm_afterwards():
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 if not ended and enough():
@@ -164,7 +170,7 @@ def run_command(command: Sequence[str], log: Path, enough: Callable[[], bool] = 
                     process.wait(LOOK)
         finally:
             if process.poll() is None:
-                process.kill()
+                end_tree(process.pid, timeout=END_GRACE)
             code = process.wait()
     if code != 0 and not (ended and code == INTERRUPTED):
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])

@@ -7,15 +7,29 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
 from benchmarks import peers, peers_trl
 from benchmarks.censored import Interval, at_least, exact, median, over, told
 from benchmarks.peers import WARM_UP, Run, ratios
-from benchmarks.peers_runs import EXPLAINED, LEAST, OVER, SHAPES, TARGET, Shape, Step, configuration, job, run_command
+from benchmarks.peers_runs import (
+    EXPLAINED,
+    LEAST,
+    OVER,
+    ROOT,
+    SHAPES,
+    TARGET,
+    Shape,
+    Step,
+    configuration,
+    job,
+    run_command,
+)
 from benchmarks.peers_trl import is_over, steps_to_reward
 from launch import tiny_model
 from streamrl.tasks.registry import build_task
@@ -73,6 +87,27 @@ def test_a_run_is_ended_by_a_signal_where_it_is_enough(tmp_path):
 def test_a_run_that_fails_by_itself_ends_the_benchmark(tmp_path, code):
     with pytest.raises(SystemExit, match=f"(?s)why.*ended with {code}"):
         run_command([sys.executable, "-c", f"import sys; print('why'); sys.exit({code})"], tmp_path / "log")
+
+
+ASLEEP = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+BENCH = """
+import sys
+from pathlib import Path
+from benchmarks.peers_runs import run_command
+run_command([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]))
+"""
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_no_run_behind(tmp_path):
+    told = tmp_path / "pid"
+    command = [sys.executable, "-c", BENCH, ASLEEP, str(told), str(tmp_path / "log")]
+    with subprocess.Popen(command, cwd=ROOT) as bench:
+        while not (told.exists() and told.read_text()):
+            assert bench.poll() is None
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(30.0) != 0
+    assert not psutil.pid_exists(int(told.read_text()))
 
 
 def run_of(speed: float, to_reward: float | None, ended: float = 80.0) -> Run:
