@@ -46,7 +46,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     unjudged = sum(sample.failure == "scorer" for sample in drawn)
     rewards = np.array([sample.reward for sample in judged] or [math.nan])
     lengths = np.array([len(sample.output_ids) for sample in samples] or [0])
-    trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in samples]
+    trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in batch.samples]
     ages = np.concatenate(trained) if any(map(len, trained)) else np.array([math.nan])
     return {
         "reward/mean": float(rewards.mean()),

@@ -13,7 +13,7 @@ from streamrl.learner import reward_parts
 from streamrl.learner.batch_metrics import BatchMetrics, batch_metrics
 from streamrl.learner.reward_parts import RewardParts, sanitised
 from streamrl.observe.metrics import METRICS, NAMES, is_known
-from streamrl.types import FAILURES, Batch, Group, Sample
+from streamrl.types import FAILURES, Batch, Group, PolicyVersion, Sample
 
 
 def test_failed_samples_are_counted_by_reason_and_answers_without_a_score_apart(
@@ -41,7 +41,10 @@ def test_failed_samples_are_counted_by_reason_and_answers_without_a_score_apart(
 def test_a_rollout_counts_once_however_often_it_is_trained(make_group: Callable[..., Group]) -> None:
     right, wrong = (
         replace(group, samples=tuple(replace(sample, reward=reward) for sample in group.samples))
-        for group, reward in ((make_group(0, samples=2, tokens=9), 1.0), (make_group(1, samples=2, tokens=5), 0.0))
+        for group, reward in (
+            (make_group(0, samples=2, tokens=9, version=PolicyVersion(0)), 1.0),
+            (make_group(1, samples=2, tokens=5, version=PolicyVersion(2)), 0.0),
+        )
     )
     lost = make_group(2, samples=2).as_placeholders("lost")
     config = Config.model_validate({"task": {"mix": [{"name": "copy"}, {"label": "other"}]}})
@@ -55,8 +58,11 @@ def test_a_rollout_counts_once_however_often_it_is_trained(make_group: Callable[
         name: once[name] for name in once.keys() - trained
     }
     assert metrics["tokens/trained"] == 2 * 9 + 2 * 5
+    whole = BatchMetrics(config).of(replace(batch, reused=frozenset()))
+    assert {name: metrics[name] for name in trained} == {name: whole[name] for name in trained}
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (pytest.approx((3 * 9 + 1 * 5) / 14), 3)
     assert metrics["task/copy/groups"] == 1.0
-    assert BatchMetrics(config).of(replace(batch, reused=frozenset()))["reward/mean"] == 0.5
+    assert whole["reward/mean"] == 0.5
 
 
 def test_every_reason_has_a_metric() -> None:
