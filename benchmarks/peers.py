@@ -11,18 +11,18 @@ with 8 answers of at most 12 tokens, up to a reward. `long`: 4 prompts with 4 an
 themselves, so that what a prompt costs counts little; it has no reward to reach, and is of speed alone.
 
 Both have the same reward, loss, optimizer and learning rate, weights in float32, and the whole machine with whatever
-threads they take by default. streamrl runs in what `model.dtype: auto` is here, and in float32 where that is another:
-at a small learning rate a weight in bfloat16 moves only once its changes add up to half a rounding step, so that the
-faster passes may need more steps. TRL's passes are in whichever of both is faster here: before the first repeat it
-trains a few steps in either, and both are printed. TRL has an environment of its own, made from requirements/peers.txt
-where `--python` names no other.
+threads they take by default. Both run in what `model.dtype: auto` is here, and in float32 where that is another: at a
+small learning rate a weight in bfloat16 moves only once its changes add up to half a rounding step, so that the faster
+passes may need more steps. TRL has an environment of its own, made from requirements/peers.txt where `--python` names
+no other.
 
 A side has reached the reward at the first step at which the mean reward of five steps is TARGET. A run is ended there,
 and nothing behind it counts. Tokens/s are those trained between the end of the warm-up and there,
 seconds to the reward are counted from the start of the command, everything included. A run that ends before the reward
 counts as one that needs more than its seconds: no repeat is left out (`censored.py`). Waiting is the share of the time
 in which nothing is trained, for want of answers: the learner's idle time, and TRL's generation. A ratio is formed
-between the two runs of a repeat, which share a seed.
+between two runs of a repeat, which share a seed: in the same dtype, and with either in the dtype in which it does best,
+by the medians of all repeats.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.censored import Interval, at_least, exact, over, told
+from benchmarks.censored import Interval, at_least, exact, median, over, told
 from benchmarks.optimum import spread
 from benchmarks.peers_runs import (
     CONFIG,
@@ -70,9 +70,12 @@ from streamrl.tasks.registry import build_task
 
 OURS, THEIRS = "streamrl", "TRL"
 QUICK_STEPS = 4  # that a run of the quick form has
-DTYPE_STEPS = 4  # of TRL in either dtype, before the first repeat
 WARM_UP = 2  # first steps that no tokens/s counts
 WIDTH = 130  # columns of the table where there is no terminal
+
+
+def side(engine: str, dtype: str) -> str:
+    return f"{engine}, {dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +121,10 @@ class Bench:
     python: Path  # of TRL's environment
     shape: Shape
 
-    def trl_speeds(self) -> dict[str, float]:
-        """TRL's tokens/s by the dtype of its passes, in a few steps; the faster one first."""
-        few, found = replace(self.shape, steps=DTYPE_STEPS, target=None), {}
-        for dtype in ("bfloat16", "float32"):
-            found[dtype] = self._trl(f"trl-{dtype}", 1, few, bf16=dtype == "bfloat16").tokens_per_s
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
-
-    def sides(self, dtypes: Sequence[str], trl: str) -> dict[str, Callable[[int], Run]]:
-        """A run of each by its seed, TRL last; dtypes: of streamrl; trl: of TRL's passes."""
-        found: dict[str, Callable[[int], Run]] = {
-            f"{OURS}, {dtype}": partial(self._streamrl, dtype) for dtype in dict.fromkeys(dtypes)
-        }
-        bf16 = trl == "bfloat16"
-        return found | {f"{THEIRS}, {trl}": lambda seed: self._trl(f"trl-{seed}", seed, self.shape, bf16=bf16)}
+    def sides(self, dtypes: Sequence[str]) -> dict[str, Callable[[int], Run]]:
+        """A run of each in each dtype, by its seed."""
+        either = ((OURS, self._streamrl), (THEIRS, self._trl))
+        return {side(engine, dtype): partial(run, dtype) for engine, run in either for dtype in dict.fromkeys(dtypes)}
 
     def measure(self, sides: Mapping[str, Callable[[int], Run]], repeats: int) -> list[dict[str, Run]]:
         """All sides in turn; who is first changes from repeat to repeat."""
@@ -150,9 +143,10 @@ class Bench:
         config = configuration(self.folder, self.model, f"streamrl-{dtype}-{seed}", seed, longer, dtype=dtype)
         return _timed(lambda: run_streamrl(config, self.shape.target), config, self.shape)
 
-    def _trl(self, name: str, seed: int, shape: Shape, *, bf16: bool) -> Run:
-        config = configuration(self.folder, self.model, name, seed, shape)
-        return _timed(lambda: run_trl(config, self.python, shape.target, bf16=bf16), config, shape)
+    def _trl(self, dtype: str, seed: int) -> Run:
+        config = configuration(self.folder, self.model, f"trl-{dtype}-{seed}", seed, self.shape)
+        bf16 = dtype == "bfloat16"
+        return _timed(lambda: run_trl(config, self.python, self.shape.target, bf16=bf16), config, self.shape)
 
 
 def _timed(run: Callable[[], list[Step]], config: Config, shape: Shape) -> Run:
@@ -182,19 +176,44 @@ def reading(prompt: float, repeats: Sequence[Mapping[str, Run]], config: Config)
 
 
 def ratios(repeats: Sequence[Mapping[str, Run]]) -> dict[str, list[Interval]]:
-    """Each of streamrl's sides over TRL, a value a repeat: higher is better. Of the reward only where any run has come
-    to it."""
-    *ours, trl = repeats[0]
-    found = {
-        f"{name}: tokens/s of TRL": [exact(each[name].tokens_per_s / each[trl].tokens_per_s) for each in repeats]
-        for name in ours
-    }
-    if all(run.to_reward is None for each in repeats for run in each.values()):
-        return found
-    return found | {
-        f"{name}: times sooner at the reward": [over(each[trl].reward_time, each[name].reward_time) for each in repeats]
-        for name in ours
-    }
+    """streamrl over TRL, a value a repeat: higher is better. Of the reward only where any run has come to it."""
+    dtypes = [name.removeprefix(side(OURS, "")) for name in repeats[0] if name.startswith(OURS)]
+    faster, sooner = (
+        {engine: min(dtypes, key=lambda dtype: by(repeats, side(engine, dtype))) for engine in (OURS, THEIRS)}
+        for by in (_by_speed, _by_reward)
+    )
+    rewarded = any(run.to_reward is not None for each in repeats for run in each.values())
+    found = {}
+    for dtype in dtypes:
+        found[f"{dtype}: tokens/s of TRL"] = _speeds(repeats, dtype, dtype)
+        if rewarded:
+            found[f"{dtype}: times sooner at the reward"] = _sooner(repeats, dtype, dtype)
+    if len(dtypes) > 1:
+        found["each in its faster dtype: tokens/s of TRL"] = _speeds(repeats, faster[OURS], faster[THEIRS])
+        if rewarded:
+            found["each in its sooner dtype: times sooner at the reward"] = _sooner(
+                repeats, sooner[OURS], sooner[THEIRS]
+            )
+    return found
+
+
+def _by_speed(repeats: Sequence[Mapping[str, Run]], name: str) -> tuple[float, ...]:
+    return (-statistics.median(each[name].tokens_per_s for each in repeats),)
+
+
+def _by_reward(repeats: Sequence[Mapping[str, Run]], name: str) -> tuple[float, ...]:
+    middle = median([each[name].reward_time for each in repeats])
+    return middle.high, middle.low
+
+
+def _speeds(repeats: Sequence[Mapping[str, Run]], ours: str, theirs: str) -> list[Interval]:
+    pairs = [(each[side(OURS, ours)], each[side(THEIRS, theirs)]) for each in repeats]
+    return [exact(our.tokens_per_s / their.tokens_per_s) for our, their in pairs]
+
+
+def _sooner(repeats: Sequence[Mapping[str, Run]], ours: str, theirs: str) -> list[Interval]:
+    pairs = [(each[side(OURS, ours)], each[side(THEIRS, theirs)]) for each in repeats]
+    return [over(their.reward_time, our.reward_time) for our, their in pairs]
 
 
 def show(console: Console, repeats: Sequence[Mapping[str, Run]], shape: Shape) -> None:
@@ -228,7 +247,7 @@ def machine() -> str:
     return f"{found.processor}, {found.cores} cores, bfloat16 {f'by {fast}' if fast else 'without instructions'}"
 
 
-def figures(repeats: Sequence[Mapping[str, Run]], shape: Shape, dtypes: Mapping[str, object]) -> dict[str, object]:
+def figures(repeats: Sequence[Mapping[str, Run]], shape: Shape) -> dict[str, object]:
     """A ratio's values are their lower ends: what is known of a repeat in which a run ended before the reward."""
     lower = {name: [value.low for value in values] for name, values in ratios(repeats).items()}
     return {
@@ -237,7 +256,6 @@ def figures(repeats: Sequence[Mapping[str, Run]], shape: Shape, dtypes: Mapping[
         "target": shape.target,
         "machine": machine(),
         "cpus": os.cpu_count(),
-        "dtypes": dtypes,
         "repeats": [{name: asdict(run) for name, run in each.items()} for each in repeats],
         "ratios": [
             {"name": name, "median": statistics.median(values), "low": min(values), "high": max(values)}
@@ -272,19 +290,14 @@ def main() -> int:
             smollm2.convert(smollm2.find_gguf(), model)
         bench = Bench(folder, model, python, shape)
         config = configuration(folder, model, "prompts", 1, shape)
-        speeds = bench.trl_speeds()
-        chosen = next(iter(speeds))
-        in_either = ", ".join(f"{dtype} {speed:.1f} tokens/s" for dtype, speed in speeds.items())
-        dtypes = (config.model.dtype, "float32")
-        print(f"passes: streamrl in {' and '.join(dict.fromkeys(dtypes))}; TRL in {chosen}, of {in_either}", flush=True)
-        repeats = bench.measure(bench.sides(dtypes, chosen), options.repeats or (1 if options.quick else 5))
+        sides = bench.sides((config.model.dtype, "float32"))
+        repeats = bench.measure(sides, options.repeats or (1 if options.quick else 5))
         read = reading(prompt_length(config), repeats, config)
     console = Console()
     show(console if console.is_terminal else Console(width=WIDTH), repeats, shape)
     print(read)
     if options.json:
-        chosen_by = {"streamrl": config.model.dtype, "trl": chosen, "trl_tokens_per_s": speeds}
-        content = {"shape": options.shape, **figures(repeats, shape, chosen_by)}
+        content = {"shape": options.shape, **figures(repeats, shape)}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
