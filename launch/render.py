@@ -216,7 +216,7 @@ class Launch:
         return config_file.checked(config_file.as_tree(changed))  # a host's name, for one, is checked again
 
     def _config_text(self) -> str:
-        return config_file.as_yaml(self.config)
+        return config_file.as_yaml(config_file.as_tree(self.config))
 
     def _on(self, node: int) -> str:
         parts = ["replay-0"] if node == 0 else []

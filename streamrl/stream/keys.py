@@ -73,7 +73,7 @@ def service_keys(folder: Path | None) -> ServiceKeys:
     service = _secret(folder / "service.key", _curve_secret)
     client = _secret(folder / "client.key", _curve_secret)
     for name, secret in (("service.pub", service), ("client.pub", client)):
-        write_once(folder / name, _public(secret, folder / name), 0o644)
+        _make(folder / name, _public(secret, folder / name), 0o644)
     return ServiceKeys(service, _read(folder / "client.pub"))
 
 
@@ -108,10 +108,17 @@ def _public(secret: bytes, path: Path) -> bytes:
 
 def _secret(path: Path, make: Callable[[], bytes]) -> bytes:
     """The secret in `path`; a new one where there is none. Several processes at once agree on one of them."""
-    if not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_once(path, make(), 0o600)
+    _make(path, make(), 0o600)
     return _read_secret(path)
+
+
+def _make(path: Path, content: bytes, mode: int) -> None:
+    """Write a key, and its folder, unless it is there. Raises KeysUnusable."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_once(path, content, mode)
+    except OSError as error:
+        raise _unreachable(path, error) from error
 
 
 def write_once(path: Path, content: bytes, mode: int) -> bool:
@@ -151,10 +158,17 @@ def _read(path: Path) -> bytes:
         raise KeysUnusable(
             f"{path} is missing: the replay service makes it; without a shared file system copy the folder here"
         ) from error
-    except PermissionError as error:
-        raise KeysUnusable(
-            f"{path} cannot be read by user {os.geteuid()}: it belongs to another one; allowed: a copy of this user's"
-        ) from error
+    except OSError as error:
+        raise _unreachable(path, error) from error
     if not content:
         raise KeysUnusable(f"{path} is empty")
     return content
+
+
+def _unreachable(path: Path, error: OSError) -> KeysUnusable:
+    if isinstance(error, PermissionError):
+        return KeysUnusable(
+            f"{path} is closed to user {os.geteuid()}: it or its folder belongs to another one; "
+            "allowed: a copy of this user's"
+        )
+    return KeysUnusable(f"{path}: {error.strerror}; allowed: a folder that holds the run's keys, or can")

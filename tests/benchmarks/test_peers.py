@@ -128,12 +128,31 @@ def test_a_ratio_of_seconds_leaves_no_repeat_out():
         {"streamrl, x": run_of(60.0, None), "TRL, x": run_of(30.0, None)},
     ]
     found = ratios(repeats)
-    assert found["streamrl, x: tokens/s of TRL"] == [exact(2.0)] * 4
-    sooner = "streamrl, x: times sooner at the reward"
+    assert found["x: tokens/s of TRL"] == [exact(2.0)] * 4
+    sooner = "x: times sooner at the reward"
     assert found[sooner] == [exact(2.0), at_least(1.6), Interval(0, 1.25), at_least(0)]
     assert sooner not in ratios(repeats[3:])
-    stated = peers.figures(repeats[:3], SHAPES["short"], {})["ratios"][1]
+    stated = peers.figures(repeats[:3], SHAPES["short"])["ratios"][1]
     assert (stated["median"], stated["low"], stated["high"]) == (1.6, 0, 2.0)
+
+
+def test_each_is_compared_in_the_dtype_in_which_it_does_best_too():
+    repeats = [
+        {
+            "streamrl, x": run_of(60.0, None),  # faster, and later
+            "streamrl, y": run_of(40.0, 50.0),
+            "TRL, x": run_of(10.0, 300.0),
+            "TRL, y": run_of(20.0, 200.0),
+        },
+    ] * 2
+    assert {name: values[0] for name, values in ratios(repeats).items()} == {
+        "x: tokens/s of TRL": exact(6.0),
+        "x: times sooner at the reward": Interval(0, 300.0 / 80.0),
+        "y: tokens/s of TRL": exact(2.0),
+        "y: times sooner at the reward": exact(4.0),
+        "each in its faster dtype: tokens/s of TRL": exact(3.0),
+        "each in its sooner dtype: times sooner at the reward": exact(4.0),
+    }
 
 
 def test_the_median_of_values_that_are_known_on_one_side_is_between_the_medians_of_their_ends():
@@ -158,34 +177,38 @@ def test_the_table_says_how_many_ended_before_the_reward_and_which_cpu_it_was(ca
     assert "reward" not in capsys.readouterr().out.partition("tokens/s of TRL")[0]
 
 
-def test_trl_trains_in_the_dtype_that_is_faster_here(tmp_path, monkeypatch):
+def test_each_side_has_the_dtype_of_its_name(tmp_path, monkeypatch):
     asked = []
-
-    def train(config, python, target, *, bf16):
-        asked.append((config.run.steps, target, bf16))
-        return _steps(4, seconds=2.0 if bf16 else 1.0, gain=0.0)
-
-    monkeypatch.setattr(peers, "run_trl", train)
-    speeds = peers.Bench(tmp_path, tmp_path / "model", Path(sys.executable), SHAPES["short"]).trl_speeds()
-    assert list(speeds) == ["float32", "bfloat16"]
-    assert speeds["float32"] == pytest.approx(2 * speeds["bfloat16"])
-    assert asked == [(4, None, True), (4, None, False)]
+    monkeypatch.setattr(
+        peers,
+        "run_streamrl",
+        lambda config, target: asked.append(("streamrl", config.model.dtype, config.run.seed)) or _steps(12),
+    )
+    monkeypatch.setattr(
+        peers,
+        "run_trl",
+        lambda config, python, target, bf16: asked.append(("TRL", bf16, config.run.seed)) or _steps(12),
+    )
+    bench = peers.Bench(tmp_path, tmp_path / "model", Path(sys.executable), SHAPES["short"])
+    for seed, run in enumerate(bench.sides(("bfloat16", "float32")).values()):
+        assert run(seed).to_reward is not None
+    assert asked == [("streamrl", "bfloat16", 0), ("streamrl", "float32", 1), ("TRL", True, 2), ("TRL", False, 3)]
 
 
 def test_the_sides_run_in_turn_and_each_is_first_once(tmp_path):
     bench = peers.Bench(tmp_path, tmp_path / "model", Path(sys.executable), SHAPES["short"])
-    assert list(bench.sides(("float32", "float32"), "bfloat16")) == ["streamrl, float32", "TRL, bfloat16"]
-    names = list(bench.sides(("bfloat16", "float32"), "float32"))
-    assert names == ["streamrl, bfloat16", "streamrl, float32", "TRL, float32"]
+    assert list(bench.sides(("float32", "float32"))) == ["streamrl, float32", "TRL, float32"]
+    names = list(bench.sides(("bfloat16", "float32")))
+    assert names == ["streamrl, bfloat16", "streamrl, float32", "TRL, bfloat16", "TRL, float32"]
     order = []
 
     def side(name):
         return lambda seed: order.append((seed, name)) or run_of(60.0, None)
 
-    repeats = bench.measure({name: side(name) for name in names}, 3)
-    assert [list(each) for each in repeats] == [names] * 3
-    assert [name for _, name in order[::3]] == names
-    assert sorted(order) == sorted((seed, name) for seed in (1, 2, 3) for name in names)
+    repeats = bench.measure({name: side(name) for name in names}, 4)
+    assert [list(each) for each in repeats] == [names] * 4
+    assert [name for _, name in order[::4]] == names
+    assert sorted(order) == sorted((seed, name) for seed in (1, 2, 3, 4) for name in names)
 
 
 def test_long_answers_are_of_the_same_run_with_less_of_everything_else(tmp_path):
@@ -247,11 +270,8 @@ def test_both_sides_train_a_tiny_model_with_chat_messages(shape, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(figures.read_text())
     assert (found["shape"], found["machine"]) == (shape, peers.machine())
-    speeds = found["dtypes"]["trl_tokens_per_s"]
-    assert speeds.keys() == {"bfloat16", "float32"}
-    assert found["dtypes"]["trl"] == max(speeds, key=speeds.get)
-    assert f"TRL in {found['dtypes']['trl']}, of" in done.stdout
     (repeat,) = found["repeats"]
-    ours = dict.fromkeys((found["dtypes"]["streamrl"], "float32"))
-    assert list(repeat) == [*(f"streamrl, {dtype}" for dtype in ours), f"TRL, {found['dtypes']['trl']}"]
+    dtypes = [name.removeprefix("TRL, ") for name in repeat if name.startswith("TRL")]
+    assert "float32" in dtypes
+    assert list(repeat) == [f"{engine}, {dtype}" for engine in ("streamrl", "TRL") for dtype in dtypes]
     assert all(run["tokens_per_s"] > 0 for run in repeat.values())

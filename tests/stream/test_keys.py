@@ -159,8 +159,28 @@ def test_a_secret_of_another_user_is_one_line(keys: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeysUnusable) as unusable:
         client_keys(keys)
     documented(
-        "...client.key cannot be read by user ...: it belongs to another one; allowed: ...", str(unusable.value), 1
+        "...client.key is closed to user ...: it or its folder belongs to another one; allowed: ...",
+        str(unusable.value),
+        1,
     )
+
+
+def test_a_folder_that_cannot_be_searched_is_one_line(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:  # root may search everything
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    for use in (service_keys, lambda folder: bearer_token(folder, "api")):
+        with pytest.raises(KeysUnusable, match=r"\.key is closed to user \d+: it or its folder belongs to another one"):
+            use(keys)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(keys: Path) -> None:
+    keys.parent.mkdir(parents=True, exist_ok=True)
+    keys.write_text("a file")
+    for use in (service_keys, client_keys, lambda folder: bearer_token(folder, "api")):
+        with pytest.raises(KeysUnusable, match=r"\.key: (File exists|Not a directory); allowed: a folder that"):
+            use(keys)
 
 
 def test_keys_that_cannot_be_used_say_why(keys: Path) -> None:

@@ -1,4 +1,7 @@
-"""The configuration of the runs: what is not the default, what differs between them, and the machine."""
+"""The configuration of the runs: what is not the default, what differs between them, and the machine.
+
+The keys of SGLang's servers are left out: a page is for others to read.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from streamrl.lab.report.runs import Run
 
 # differ between any two runs, and say nothing
 _NAMES = frozenset({"run.name", "run.folder"})
+
+LEFT_OUT = "(a server's key)"
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -33,14 +38,29 @@ def describe(run: Run) -> dict[str, Any]:
             for path, field in config_file.fields()
             if values[path] != defaults[path]
         ],
-        "file": (run.folder / "config.yaml").read_text(),
-        "environment": run.environment,
+        "file": config_file.as_yaml(config_file.shareable(run.config)),
+        "environment": _environment(run),
     }
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """What the run was started with; a key may be among the overrides of its command."""
+    command = run.environment.get("command")
+    keys = config_file.server_keys(run.config)
+    if not command or not keys:
+        return run.environment
+    return run.environment | {"command": [_without(keys, word) for word in command]}
+
+
+def _without(keys: set[str], word: str) -> str:
+    for key in keys - {""}:
+        word = word.replace(key, LEFT_OUT)
+    return word
 
 
 def _values(config: Config) -> dict[str, str]:
     """Every key with its value on one line."""
-    tree = config.model_dump(mode="json")
+    tree = config_file.shareable(config)
     return {path: _text(tree, path) for path, _ in config_file.fields()}
 
 

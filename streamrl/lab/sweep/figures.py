@@ -126,6 +126,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("trained", "tokens/s", "tokens that entered the loss", rate("tokens/trained")),
     Figure("generated", "tokens/s", "output tokens that arrived", rate("tokens/generated")),
     Figure("staleness", "steps", "mean age of a trained token", token_mean("staleness/mean")),
+    Figure("staleness p95", "steps", "age that 95% of a step's tokens do not exceed", token_mean("staleness/p95")),
     Figure("oldest", "steps", "age of the oldest trained token", largest("staleness/max")),
     Figure("ESS", "share", "effective sample size of policy over behaviour policy", mean("offpolicy/ess")),
     Figure("KL", "nats/token", "KL of behaviour policy to policy, k3", mean("offpolicy/kl")),
