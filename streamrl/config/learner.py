@@ -25,7 +25,11 @@ class OptimizerSettings(Section):
     distributed: bool | None = Field(
         None, description="Megatron's distributed optimizer; null: on with CUDA, off without"
     )
-
+    dither: bool = Field(
+        True,
+        description="master weights of a bfloat16 model begin anywhere within what rounds to the saved ones, not in "
+        "its middle: small steps move the model from the first one on",
+    )
     offload: float = Field(
         0.0, ge=0, le=1, description="share of Adam's state that is kept on the host (CUDA and bfloat16 only)"
     )

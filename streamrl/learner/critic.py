@@ -79,7 +79,7 @@ class Critic:
         folder = self._config.critic.model
         key = "model.path" if folder is None else KEY
         load_weights(self._chunks, folder or self._config.model.path, key, report)
-        self._optimizer.megatron.reload_model_params()
+        self._optimizer.start()
         log.info("critic: %s", folder or self._config.model.path)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -23,12 +24,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
+from streamrl.learner.dither import dither
 from streamrl.learner.forward import Wrapped
 from streamrl.learner.fully_sharded import FullySharded
 from streamrl.learner.megatron_fields import refused, values_of
 from streamrl.learner.params_metrics import ParamsMetrics
 from streamrl.learner.safety import UpdateGuard, Verdict
 from streamrl.learner.te import te_problem
+
+# Where Megatron's optimizers have the float32 weights of a model in bfloat16; None in them: inside the fused Adam.
+_MASTERS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class PolicyOptimizer:
         for adam in self.torch_adams():
             for group in adam.param_groups:
                 group["fused"] = True
+        self._dtype = dtype
         self.settings = settings
         self.scheduler = _schedule(self.megatron, settings, run_steps)
         self.updates = 0  # successful ones
@@ -101,6 +107,24 @@ class PolicyOptimizer:
                     yield from group["params"]
                 for state in optimizer.state.values():
                     yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def start(self) -> None:
+        """Take the model's weights, which a file gave, for the first master weights."""
+        self.megatron.reload_model_params()
+        if self.settings.dither:
+            for master in self._masters():
+                dither(master)
+
+    def _masters(self) -> Iterator[torch.Tensor]:
+        """This rank's float32 weights whose model is in bfloat16."""
+        if self.shards is not None:
+            yield from self.shards.values() if self._dtype == torch.bfloat16 else ()
+        for part in self.megatron.chained_optimizers:
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                yield from part.optimizer.param_to_fp32_param.values()
+                continue
+            groups = chain.from_iterable(getattr(part, name, ()) for name in _MASTERS)
+            yield from (master for group in groups for master in group if master is not None)
 
     def begin_step(self) -> float:
         """Move the schedule on by one learner step, also one that will be skipped. Returns its learning rate."""

@@ -161,7 +161,7 @@ class Trainer:
             load_weights(self._chunks, self._config.model.path, report=report)
             if self._config.learner.lora.rank:
                 lora_folder.start(self._chunks, self._config)
-            self._optimizer.megatron.reload_model_params()
+            self._optimizer.start()
             if self._critic is not None:
                 self._critic.start(report)
             self._version = PolicyVersion(0, incarnation)
