@@ -32,7 +32,7 @@ from streamrl.learner.params_metrics import ParamsMetrics
 from streamrl.learner.safety import UpdateGuard, Verdict
 from streamrl.learner.te import te_problem
 
-# Where Megatron's optimizers have the float32 weights of a model in bfloat16; None in them: inside the fused Adam.
+# Where Megatron's optimizers have the float32 weights of a model in bfloat16; None where the inner Adam has them.
 _MASTERS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
 
 
@@ -117,8 +117,8 @@ class PolicyOptimizer:
 
     def _masters(self) -> Iterator[torch.Tensor]:
         """This rank's float32 weights whose model is in bfloat16."""
-        if self.shards is not None:
-            yield from self.shards.values() if self._dtype == torch.bfloat16 else ()
+        if self.shards is not None and self._dtype == torch.bfloat16:
+            yield from (shard for shard in self.shards.values() if shard.requires_grad)
         for part in self.megatron.chained_optimizers:
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 yield from part.optimizer.param_to_fp32_param.values()
