@@ -11,10 +11,11 @@ with 8 answers of at most 12 tokens, up to a reward. `long`: 4 prompts with 4 an
 themselves, so that what a prompt costs counts little; it has no reward to reach, and is of speed alone.
 
 Both have the same reward, loss, optimizer and learning rate, weights in float32, and the whole machine with whatever
-threads they take by default. Both run in what `model.dtype: auto` is here, and in float32 where that is another: at a
-small learning rate a weight in bfloat16 moves only once its changes add up to half a rounding step, so that the faster
-passes may need more steps. TRL has an environment of its own, made from requirements/peers.txt where `--python` names
-no other.
+threads they take by default. Both run in what `model.dtype: auto` is here, and in float32 where that is another. In
+bfloat16 TRL's passes round weights that come from a file in bfloat16: at a small learning rate none moves until its
+changes add up to half a rounding step, so that the faster passes may need more steps. streamrl's master weights are
+dithered (`learner.optimizer.dither`). TRL has an environment of its own, made from requirements/peers.txt where
+`--python` names no other.
 
 A side has reached the reward at the first step at which the mean reward of five steps is TARGET. A run is ended there,
 and nothing behind it counts. Tokens/s are those trained between the end of the warm-up and there,

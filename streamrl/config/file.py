@@ -33,7 +33,7 @@ from streamrl.whole_files import drafted
 
 __all__ = [
     "ConfigError", "as_tree", "as_yaml", "changed", "checked", "describe", "fields", "load", "located", "parse_yaml",
-    "save", "server_keys", "shareable", "value_at",
+    "save", "shareable", "value_at",
 ]  # fmt: skip
 
 BASE = "base"  # the key of a file that names the files below it; it is no key of the tree
@@ -92,21 +92,11 @@ def as_tree(config: Config) -> dict[str, Any]:
 def shareable(config: Config) -> dict[str, Any]:
     """Every key of `config`, for others to read: `server_args` without the keys of the servers."""
     tree = config.model_dump(mode="json")
-    for arguments, name in _server_keys(tree):
-        del arguments[name]
+    for pool in (tree["generate"], *tree["generate"]["pools"]):
+        if "server_args" in pool:
+            given = pool["server_args"].items()
+            pool["server_args"] = {name: value for name, value in given if name.replace("-", "_") not in KEY_ARGUMENTS}
     return tree
-
-
-def server_keys(config: Config) -> set[str]:
-    """The keys of the servers in `server_args`: what `shareable` leaves out."""
-    tree = config.model_dump(mode="json")
-    return {str(arguments[name]) for arguments, name in _server_keys(tree) if arguments[name] is not None}
-
-
-def _server_keys(tree: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Each `server_args` of a tree with the name of a key in it."""
-    given = [pool.get("server_args", {}) for pool in (tree["generate"], *tree["generate"]["pools"])]
-    return [(each, name) for each in given for name in each if name.replace("-", "_") in KEY_ARGUMENTS]
 
 
 def describe() -> str:

@@ -23,24 +23,32 @@ _GOLDEN = 40503
 
 _PLACES = 4096  # few enough for a float32 to tell them from the edges of a step
 
+_AT_ONCE = 1 << 22  # values, which bounds the memory that it takes
+
 
 @torch.no_grad()
 def dither(master: Tensor) -> None:
     """Move each value by less than half a rounding step of bfloat16, in place; it rounds to what it did.
 
-    master: float32, any shape. Values that are no bfloat16 ones are known better, and stay; so do 0 and infinities.
+    master: float32, contiguous, of any shape. Values that are no bfloat16 ones, as weights in FP8 may be, are known
+    better, and stay; so do 0 and infinities.
 
     >>> weights = torch.tensor([0.02, 0.5, 0.0]).bfloat16()
     >>> dither(masters := weights.float())
     >>> bool((masters.bfloat16() == weights).all()), (masters != weights.float()).tolist()
     (True, [True, True, False])
     """
+    for part in master.view(-1).split(_AT_ONCE):
+        part.copy_(_dithered(part))
+
+
+def _dithered(master: Tensor) -> Tensor:
     saved = master.bfloat16()
     bits = saved.view(torch.int16)
     place = (bits.int() * _GOLDEN & 0xFFFF) * _PLACES // 65536
     offset = (place + 0.5) / _PLACES - 0.5  # of a step; above 0: away from zero
-    neighbour = (bits + torch.where(offset > 0, 1, -1).short()).view(torch.bfloat16)
+    neighbour = (bits + (offset > 0).short() * 2 - 1).view(torch.bfloat16)
     step = (neighbour.float() - saved.float()).abs()
     moved = master + offset * step * saved.sign().float()
     stays = (saved.float() != master) | (saved == 0) | (moved.bfloat16() != saved)
-    master.copy_(torch.where(stays, master, moved))
+    return torch.where(stays, master, moved)

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig, LoraTarget
-from streamrl.learner.dither import dither
 
 # Names of an adapter's parameters in its layer, beside `weight`.
 PARAMETERS = ("lora_a", "lora_b")
@@ -93,15 +92,9 @@ class Adapted(ABC):
         self.lora_b.copy_(self._joined([b for _, b in pairs], 0))
 
     def effective_weight(self) -> Tensor:
-        """W + scale * B A of this rank's shard, in W's dtype; the sum is made in float32 and rounded once.
-
-        A W in bfloat16 is dithered before: of a change that is smaller than a rounding step a share of it is kept.
-        """
+        """W + scale * B A of this rank's shard, in W's dtype; the sum is made in float32 and rounded once."""
         delta = self._joined([b.float() @ a.float() for a, b in self.pairs], 0)
-        weight = self.weight.detach().float()
-        if self.weight.dtype == torch.bfloat16:
-            dither(weight)
-        return (weight + self.scale * delta).to(self.weight.dtype)
+        return (self.weight.detach().float() + self.scale * delta).to(self.weight.dtype)
 
     def _add_adapter(
         self, target: LoraTarget, settings: LoraConfig, sizes: tuple[int, ...], shape: Sequence[int]

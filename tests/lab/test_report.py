@@ -349,10 +349,10 @@ def test_a_run_that_has_only_begun_has_a_page(run: Run, tmp_path: Path) -> None:
 def test_a_page_has_no_key_of_a_server(model: Path, tmp_path: Path) -> None:
     secret = {"api-key": "sk-hidden", "admin_api_key": None, "mem_fraction_static": 0.5}
     run = read(record_run(tmp_path / "run", model, steps=1, generate__server_args=secret))
-    run.environment["command"] = ["streamrl", "train", "generate.server_args={api-key: sk-hidden}"]
+    run.environment["command"] = ["streamrl", "train", "run.steps=1", "generate.server_args={api-key: 'sk-''hidden'}"]
     shown = settings.describe(run)
-    assert "sk-hidden" not in json.dumps(shown)
-    assert shown["environment"]["command"][-1] == f"generate.server_args={{api-key: {settings.LEFT_OUT}}}"
+    assert "sk-" not in json.dumps(shown)
+    assert shown["environment"]["command"][2:] == ["run.steps=1", f"generate.server_args={settings.LEFT_OUT}"]
     assert "mem_fraction_static" in shown["file"]
     other = read(record_run(tmp_path / "other" / "run", model, steps=1, generate__server_args={"api_key": "sk-other"}))
     assert "sk-" not in json.dumps(settings.differences([run, other]))

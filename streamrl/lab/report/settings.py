@@ -16,7 +16,9 @@ from streamrl.lab.report.runs import Run
 # differ between any two runs, and say nothing
 _NAMES = frozenset({"run.name", "run.folder"})
 
-LEFT_OUT = "(a server's key)"
+# Of the overrides that may have a server's key, in the place of their value.
+LEFT_OUT = "(left out: with a server's key)"
+_SECRET = ("generate.server_args", "generate.pools")
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -44,18 +46,12 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """What the run was started with; a key may be among the overrides of its command."""
+    """What the run was started with; a key may be in its command."""
     command = run.environment.get("command")
-    keys = config_file.server_keys(run.config)
-    if not command or not keys:
+    if not command or config_file.shareable(run.config) == run.config.model_dump(mode="json"):
         return run.environment
-    return run.environment | {"command": [_without(keys, word) for word in command]}
-
-
-def _without(keys: set[str], word: str) -> str:
-    for key in keys - {""}:
-        word = word.replace(key, LEFT_OUT)
-    return word
+    shown = [f"{word.partition('=')[0]}={LEFT_OUT}" if word.startswith(_SECRET) else word for word in command]
+    return run.environment | {"command": shown}
 
 
 def _values(config: Config) -> dict[str, str]:
