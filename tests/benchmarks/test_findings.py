@@ -35,7 +35,11 @@ LEVEL = 95
 BARS: Mapping[str, set[float]] = {"freshness": {3.0, 0.8}, "reuse": {0.65}}
 
 # Keys of its base whose values a section names.
-BASE: Mapping[str, tuple[str, ...]] = {"staleness": ("learner.optimizer.lr",), "reuse": ("replay.groups_per_step",)}
+BASE: Mapping[str, tuple[str, ...]] = {
+    "staleness": ("learner.optimizer.lr",),
+    "reuse": ("replay.groups_per_step",),
+    "dither": ("learner.optimizer.lr",),
+}
 
 
 class Interval(tuple[float, float]):
@@ -320,6 +324,27 @@ SCORING: Claims = {
     ),
 }
 
+DITHER: Claims = {
+    "With copied masters a model in bfloat16 learns half as much": lambda runs: (
+        abs(runs.of("bfloat16-copied", OVERALL).middle / runs.of("float32", OVERALL).middle - 0.5) < 0.05
+        and runs.times("bfloat16-copied", "tokens to target")[0] > 1
+        and runs.times("bfloat16-copied", "seconds to target").holds(1)
+        and runs.of("bfloat16-copied", "trained").above(runs.of("float32", "trained"))
+    ),
+    "With dithered ones it learns as in float32": lambda runs: all(
+        runs.more("bfloat16", figure).holds(0) and runs.more("bfloat16", figure).within(0.1)
+        for figure in (OVERALL, "reward")
+    ),
+    "So bfloat16 is worth its faster steps": lambda runs: (
+        runs.of("bfloat16", "trained").above(runs.of("float32", "trained"))
+        and runs.times("bfloat16", "seconds to target")[1] < 1
+    ),
+    "Copied masters hold the policy back": lambda runs: (
+        runs.of("bfloat16", "KL").above(runs.of("bfloat16-copied", "KL"))
+        and runs.of("bfloat16", "staleness").overlaps(runs.of("bfloat16-copied", "staleness"))
+    ),
+}
+
 # What the prose beside the tables claims of them.
 BESIDE: Mapping[str, Claims] = {
     "corrections": {
@@ -351,6 +376,7 @@ CLAIMS: Mapping[str, Claims] = {
     "freshness": FRESHNESS,
     "reuse": REUSE,
     "scoring": SCORING,
+    "dither": DITHER,
 }
 
 
