@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks import release, repeats
 from benchmarks.optimum import JUDGED, SHARED, SYNC, Repeat, Run, all_sides, missed, of_medians, ratios, spread
+from benchmarks.stored_sweeps import read_stored
+from streamrl.lab.sweep.differences import ratio
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks" / "results" / "figures"
@@ -110,3 +112,27 @@ def test_tickets_just_in_time_are_as_measured() -> None:
     found = kept("release")
     assert table(section("Tickets just in time")) == list(release_rows(found["rows"]))
     assert found["broken"] == []
+
+
+def test_small_steps_in_bfloat16_are_as_the_stored_sweep_has_them() -> None:
+    points = {point["name"]: point["runs"] for point in read_stored()["dither"]["points"]}
+
+    def to_float32(name: str, figure: str) -> list[str]:
+        found = [
+            {int(seed): run[figure] for seed, run in points[point].items() if figure in run}
+            for point in (name, "float32")
+        ]
+        mean, ends = ratio(*found).cells()[:2]
+        return [mean, f"{mean} ({ends.replace(' .. ', '..')})"]
+
+    cells = {
+        name: [to_float32(name, figure) for figure in ("seconds to target", "tokens to target")]
+        for name in ("bfloat16", "bfloat16-copied")
+    }
+    assert [row[1:] for row in table(section("Small steps in bfloat16"))] == [
+        [whole for _, whole in each] for each in cells.values()
+    ]
+    (seconds, _), (tokens, _) = cells["bfloat16"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    copied = cells["bfloat16-copied"][1][0]
+    assert f"| {seconds} of float32's seconds to a reward | {tokens} of its tokens; {copied} undithered |" in readme
