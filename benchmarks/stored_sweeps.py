@@ -43,7 +43,7 @@ KEPT = (*SETTINGS, "seeds")
 # Heads of columns, where they are not the figure's name.
 HEADS = {
     "reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats", "KL per step": "KL/step",
-    "mismatch": "mismatch, nats",
+    "mismatch": "mismatch, nats", "staleness p95": "p95",
 }  # fmt: skip
 
 _PART = re.compile(

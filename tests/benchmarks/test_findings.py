@@ -37,6 +37,7 @@ BARS: Mapping[str, set[float]] = {"freshness": {3.0, 0.8}, "reuse": {0.65}}
 # Keys of its base whose values a section names.
 BASE: Mapping[str, tuple[str, ...]] = {
     "staleness": ("learner.optimizer.lr",),
+    "mixed_ages": ("learner.optimizer.lr",),
     "reuse": ("replay.groups_per_step",),
     "dither": ("learner.optimizer.lr",),
 }
@@ -233,6 +234,35 @@ CORRECTIONS: Claims = {
     ),
 }
 
+MIXED_AGES: Claims = {
+    "Ages differ as they are meant to": lambda runs: (
+        runs.of("default", "staleness p95").middle > 1.5 * runs.of("default", "staleness").middle
+    ),
+    "Discounts by age give nothing": lambda runs: (
+        all(
+            runs.more(point, figure).holds(0)
+            for point in ("discount-0.9", "discount-0.7")
+            for figure in (OVERALL, "reward")
+        )
+        and all(runs.more(point)[1] < 0.1 for point in ("discount-0.9", "discount-0.7"))
+        and runs.more("discount-0.7", "reward")[1] < 0.1 < runs.more("discount-0.9", "reward")[1]
+    ),
+    "A proximal policy that is computed again costs reward here, too": lambda runs: (
+        runs.more("recompute", "reward")[1] < 0
+        and runs.of("recompute", "clipped") == (0, 0)
+        and runs.of("recompute", "KL").above(runs.of("default", "KL"))
+    ),
+    "What bounds the weight of old tokens gives a part back, that of whole sequences most": lambda runs: (
+        all(
+            runs.of("recompute", OVERALL).middle < runs.of(point, OVERALL).middle
+            and runs.more(point)[1] < 0
+            and runs.of(point, OVERALL).middle <= runs.of("recompute-sequence", OVERALL).middle
+            for point in ("recompute-gamma-0.7", "recompute-discount-0.9", "recompute-sequence")
+        )
+        and runs.against("recompute-sequence", "recompute")[0] > 0
+    ),
+}
+
 PRETRAINED: Claims = {
     "At steps that are no smaller neither is ahead of the default": lambda runs: all(
         runs.more(point, figure)[0] < 0
@@ -372,6 +402,7 @@ BESIDE: Mapping[str, Claims] = {
 CLAIMS: Mapping[str, Claims] = {
     "staleness": STALENESS,
     "corrections": CORRECTIONS,
+    "mixed_ages": MIXED_AGES,
     "corrections_pretrained": PRETRAINED,
     "freshness": FRESHNESS,
     "reuse": REUSE,
