@@ -29,14 +29,15 @@ def test_every_experiment_expands_and_every_point_is_a_valid_configuration_with_
     assert len(jobs) == len(sweep.points) * len(sweep.seeds)
     assert len(sweep.seeds) >= 3
     assert len({job.name for job in jobs}) == len(jobs)
-    sets = 4 if file.stem == "scoring" else 1  # of servers: two dtypes, with and without a cut of long batches
-    assert len({server_kind(job.config) for job in jobs}) == sets
+    sets = {"scoring": 4, "dither": 2}  # of servers: two dtypes, in the former with and without a cut of long batches
+    assert len({server_kind(job.config) for job in jobs}) == sets.get(file.stem, 1)
 
 
 def test_there_is_an_experiment_of_each_kind():
     names = {file.stem for file in EXPERIMENTS}
     of_staleness = {"corrections", "corrections_pretrained", "freshness", "reuse", "staleness"}
-    assert names == {"group_size", "interruption", "mixed_ages", "order", "publish_interval", "scoring"} | of_staleness
+    others = {"dither", "group_size", "interruption", "mixed_ages", "order", "publish_interval", "scoring"}
+    assert names == others | of_staleness
 
 
 def test_each_correction_changes_one_setting_of_the_default_or_of_the_recomputed_proximal_policy():
