@@ -1,7 +1,8 @@
 """A run in bfloat16: its audit is held to its own rounding, and finds stamps that are off by one version.
 
-So do the mismatches that it measures while it runs, of a server that is one version behind, where a step changes more
-than rounding does. Where it changes less the audit alone finds it, and by its slope alone.
+So do the mismatches that it measures while it runs, of a server that is one version behind: by their means where a step
+changes more than rounding does, by their slope down to smaller ones. Where less still moves, as with copied master
+weights, the audit alone finds it, and by its slope alone.
 """
 
 import shutil
@@ -128,8 +129,21 @@ def test_a_server_that_is_one_version_behind_is_seen_in_the_rows_of_its_run_and_
 
 
 @pytest.mark.slow
-def test_where_a_step_changes_less_than_rounding_the_slope_of_the_audit_alone_sees_such_a_server(late_run):
+def test_at_a_small_learning_rate_the_slope_of_the_rows_sees_such_a_server_and_their_means_do_not(late_run):
     run, behind = late_run(SMALL)
+    assert all(row["mismatch/mean"] < row["mismatch/limit"] for row in behind)
+    assert has_other_weights(
+        *(fmean(row[name] for row in behind) for name in ("mismatch/slope", "mismatch/slope_error"))
+    )
+    findings = audited(run)
+    assert exceeded(findings, findings.limits) == set()
+    (problem,) = findings.problems
+    assert ANOTHER in problem
+
+
+@pytest.mark.slow
+def test_where_a_step_changes_less_than_rounding_the_slope_of_the_audit_alone_sees_such_a_server(late_run):
+    run, behind = late_run(SMALL, "learner.optimizer.dither=false")
     assert all(row["mismatch/mean"] < row["mismatch/limit"] for row in behind)  # the rows are blind to it
     slope, error = (fmean(row[name] for row in behind) for name in ("mismatch/slope", "mismatch/slope_error"))
     assert 0.2 < slope < 0.8
