@@ -23,14 +23,14 @@ _GOLDEN = 40503
 
 _PLACES = 4096  # few enough for a float32 to tell them from the edges of a step
 
-_AT_ONCE = 1 << 22  # values, which bounds the memory that it takes
+_AT_ONCE = 1 << 22  # values of a contiguous tensor, which bounds the memory that it takes
 
 
 @torch.no_grad()
 def dither(master: Tensor) -> None:
     """Move each value by less than half a rounding step of bfloat16, in place; it rounds to what it did.
 
-    master: float32, contiguous, of any shape. Values that are no bfloat16 ones, as weights in FP8 may be, are known
+    master: float32, of any shape and strides. Values that are no bfloat16 ones, as weights in FP8 may be, are known
     better, and stay; so do 0 and infinities.
 
     >>> weights = torch.tensor([0.02, 0.5, 0.0]).bfloat16()
@@ -38,7 +38,7 @@ def dither(master: Tensor) -> None:
     >>> bool((masters.bfloat16() == weights).all()), (masters != weights.float()).tolist()
     (True, [True, True, False])
     """
-    for part in master.view(-1).split(_AT_ONCE):
+    for part in master.view(-1).split(_AT_ONCE) if master.is_contiguous() else (master,):
         part.copy_(_dithered(part))
 
 

@@ -33,6 +33,14 @@ def test_values_that_a_bfloat16_does_not_have_stay():
     assert torch.equal(dithered(known), known)
 
 
+def test_a_tensor_of_any_strides_is_dithered_in_its_place():
+    saved = (0.02 * torch.randn(64, 48, generator=torch.Generator().manual_seed(0))).bfloat16().float()
+    transposed = saved.clone().t()
+    dither(transposed)
+    assert torch.equal(transposed.t(), dithered(saved))
+    assert not torch.equal(transposed.t(), saved)
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3, -0.1, 0.5])
 def test_of_a_change_that_is_a_share_of_a_step_that_share_of_the_weights_moves(share):
     """And none of those that begin in the middle, up to half a step."""
