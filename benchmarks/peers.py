@@ -24,6 +24,8 @@ counts as one that needs more than its seconds: no repeat is left out (`censored
 in which nothing is trained, for want of answers: the learner's idle time, and TRL's generation. A ratio is formed
 between two runs of a repeat, which share a seed: in the same dtype, and with either in the dtype in which it does best,
 by the medians of all repeats.
+
+With `--keep` the same command goes on behind the last whole repeat of this shape on this machine.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -45,6 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.censored import Interval, at_least, exact, median, over, told
+from benchmarks.kept import keep, read_kept
 from benchmarks.optimum import spread
 from benchmarks.peers_runs import (
     CONFIG,
@@ -128,13 +132,21 @@ class Bench:
         return {side(engine, dtype): partial(run, dtype) for engine, run in either for dtype in dict.fromkeys(dtypes)}
 
     def measure(self, sides: Mapping[str, Callable[[int], Run]], repeats: int) -> list[dict[str, Run]]:
-        """All sides in turn; who is first changes from repeat to repeat."""
-        done, names = [], list(sides)
+        """All sides in turn; who is first changes from repeat to repeat. What the folder has is not measured again."""
+        names, path = list(sides), self.folder / "repeats.jsonl"
+        asked = {"model": str(self.model), "steps": self.shape.steps, "target": self.shape.target}
+        known = {**asked, "machine": machine(), "sides": names}
+        kept = {row["seed"]: row["runs"] for row in read_kept(path) if known == {key: row[key] for key in known}}
+        done = []
         for seed in range(1, repeats + 1):
-            first = (seed - 1) % len(names)
-            runs = {name: sides[name](seed) for name in (*names[first:], *names[:first])}
+            if seed in kept:
+                runs = {name: Run(**kept[seed][name]) for name in names}
+            else:
+                first = (seed - 1) % len(names)
+                runs = {name: sides[name](seed) for name in (*names[first:], *names[:first])}
+                keep(path, {**known, "seed": seed, "runs": {name: asdict(run) for name, run in runs.items()}})
             speeds = ", ".join(f"{name} {runs[name].tokens_per_s:.1f} tokens/s" for name in names)
-            print(f"repeat {seed}: {speeds}", flush=True)
+            print(f"repeat {seed}: {speeds}{' (kept)' if seed in kept else ''}", flush=True)
             done.append({name: runs[name] for name in names})
         return done
 
@@ -151,6 +163,7 @@ class Bench:
 
 
 def _timed(run: Callable[[], list[Step]], config: Config, shape: Shape) -> Run:
+    shutil.rmtree(config.run_folder, ignore_errors=True)  # of a repeat that was interrupted
     began = time.time()
     samples = config.generate.group_size * config.replay.groups_per_step
     return Run.of(began, run(), samples, shape.steps, shape.target)
@@ -273,7 +286,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="Hugging Face folder; SmolLM2-135M-Instruct without it")
     parser.add_argument("--python", type=Path, help=f"interpreter with TRL (default: one made in {ENVIRONMENT.name})")
     parser.add_argument("--json", type=output_file, help="write the figures here too")
-    parser.add_argument("--keep", type=Path, help="new folder for the runs, to look into them later")
+    parser.add_argument("--keep", type=Path, help="folder for the runs and what they have measured")
     options = parser.parse_args()
     if options.model and not (options.model / "config.json").exists():
         print(f"--model: {options.model} has no config.json; allowed: a Hugging Face folder", file=sys.stderr)
@@ -287,7 +300,7 @@ def main() -> int:
         folder = (options.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         model = options.model.resolve() if options.model else folder / "model"
-        if options.model is None:
+        if options.model is None and not (model / "config.json").exists():
             smollm2.convert(smollm2.find_gguf(), model)
         bench = Bench(folder, model, python, shape)
         config = configuration(folder, model, "prompts", 1, shape)

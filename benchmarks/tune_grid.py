@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.kept import keep, read_kept
 from streamrl.config import Config
 from streamrl.lab.tune.runs import MICRO_BATCH
 
@@ -47,11 +48,7 @@ class Kept:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # a write was interrupted
-            path.write_text(whole)
-        self._known = {self._key(row): (row["rate"], row["age"]) for row in map(json.loads, whole.splitlines())}
+        self._known = {self._key(row): (row["rate"], row["age"]) for row in read_kept(path)}
 
     @staticmethod
     def _key(row: Mapping[str, object]) -> str:
@@ -71,8 +68,7 @@ class Kept:
     def add(self, name: str, overrides: Overrides, round_: int, steps: int, found: tuple[float, float]) -> None:
         row = {"name": name, "overrides": list(overrides), "round": round_, "steps": steps}
         self._known[self._key(row)] = found
-        with self._path.open("a") as file:
-            file.write(json.dumps({**row, "rate": found[0], "age": found[1]}) + "\n")
+        keep(self._path, {**row, "rate": found[0], "age": found[1]})
 
 
 @dataclass(frozen=True, slots=True)

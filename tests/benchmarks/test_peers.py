@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -209,6 +210,30 @@ def test_the_sides_run_in_turn_and_each_is_first_once(tmp_path):
     assert [list(each) for each in repeats] == [names] * 4
     assert [name for _, name in order[::4]] == names
     assert sorted(order) == sorted((seed, name) for seed in (1, 2, 3, 4) for name in names)
+
+
+def test_whole_repeats_of_the_same_shape_are_not_measured_again(tmp_path):
+    bench = peers.Bench(tmp_path, tmp_path / "model", Path(sys.executable), SHAPES["short"])
+    order = []
+
+    def side(seed):
+        order.append(seed)
+        if len(order) == 2:
+            raise SystemExit("ended in the second repeat")
+        return run_of(60.0 + seed, None)
+
+    with pytest.raises(SystemExit):
+        bench.measure({"streamrl, x": side}, 3)
+    with (tmp_path / "repeats.jsonl").open("a") as file:
+        file.write('{"seed": 2, "ru')  # a write that was interrupted
+    assert [each["streamrl, x"] for each in bench.measure({"streamrl, x": side}, 3)] == [
+        run_of(60.0 + seed, None) for seed in (1, 2, 3)
+    ]
+    assert order == [1, 2, 2, 3]
+    for other in (replace(bench, shape=SHAPES["long"]), replace(bench, model=tmp_path / "another")):
+        order.clear()
+        other.measure({"streamrl, x": lambda seed: order.append(seed) or run_of(1.0, None)}, 1)
+        assert order == [1]
 
 
 def test_long_answers_are_of_the_same_run_with_less_of_everything_else(tmp_path):
