@@ -3,14 +3,14 @@
     python -m benchmarks.tune [--quick] [--only NAME] [--rounds N] [--folder FOLDER] [--json PATH]
 
     long-answers     configs/long_answers.yaml, with which the simulator was made
-    drawn-lengths    log-normal lengths, another model and group size, 16 places on the server: it never saw them
+    drawn-lengths    log-normal lengths, another model and group size, 16 places on the server: the simulator was made
+                     without it, and mended after an earlier measurement of it
+    short-answers    the quickstart in steps of 4 groups of 16 answers: nobody tuned it before
 
-Each configuration is calibrated and tuned (bounds up to 4), then 14 settings run once, then the choice and the best
-three of them in turns. Tokens/s are the smaller of those trained and generated, behind the warm-up. Server and learner
-have cores of their own.
-
-No setting of the grid has another micro batch, and the choice may. So the choice and the best setting with its micro
-batch take turns once more: the definition that looks worse, which has no bar.
+Each configuration is calibrated and tuned (bounds up to 4). Then 14 settings run once, and once more with the choice's
+micro batch where it has another; the best six run twice more; the choice and the best three of these take turns. Every
+run counts as many steps, between its begin and its end, in which a larger bound would look faster or slower than it is.
+Tokens/s are the smaller of those trained and generated. Server and learner have cores of their own.
 
 Exit code 1 where the choice's median is below BAR of the best one's, or the median of the rounds' ratios is: the
 machine's drift meets both sides of a round alike, and may favour either in the medians. Where the interval is wide,
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -36,12 +35,12 @@ import yaml
 
 from benchmarks.balanced_run import ALPHABET, write_model
 from benchmarks.drawn_lengths import LONGEST
-from benchmarks.tune_grid import Comparison, Kept, Overrides, grid, with_its_micro_batch
+from benchmarks.tune_grid import Kept, Overrides, Verdict, best, grid, verdict
 from launch import tiny_model
 from streamrl.config import file as config_file
 from streamrl.engine.server import serving
 from streamrl.lab.output import output_file
-from streamrl.lab.simulate.figures import figures
+from streamrl.lab.simulate.figures import WARM_UP, between, edge, figures
 from streamrl.lab.simulate.on_cores import pin, run_command
 from streamrl.lab.simulate.validation import SAME
 from streamrl.lab.tune.runs import cores_of
@@ -52,8 +51,9 @@ from streamrl.observe.metrics import read_metrics
 
 BAR = 0.95
 OLDEST = 4.0  # bound, of the grid and of the choice
-BEST = 3  # of the grid, that run again beside the choice
-ONCE_MORE = 1000  # added to the rounds of the second turns
+LIKELY = 6  # of the grid, that run AGAIN times more, as one run may be lucky
+AGAIN = 2
+BEST = 3  # of these, that take turns with the choice
 TIMEOUT = 900.0  # seconds of one run
 
 
@@ -61,14 +61,13 @@ TIMEOUT = 900.0  # seconds of one run
 class Form:
     """How much is run."""
 
-    steps: int
+    steps: int  # of a run that count
     settings: int | None  # of the grid; None: all
-    rounds: int  # of the turns that are judged
-    once_more: int  # rounds of the second turns
+    rounds: int  # of the turns
     points: int  # that the search simulates
 
 
-FULL, QUICK = Form(30, None, 5, 5, 200), Form(6, 2, 1, 1, 8)
+FULL, QUICK = Form(24, None, 5, 200), Form(4, 2, 1, 8)
 
 DRAWN: dict[str, Any] = {
     "task": {"name": "benchmarks.drawn_lengths:DrawnLengths", "args": {"length": 3, "alphabet": ALPHABET}},
@@ -88,6 +87,10 @@ def configuration(name: str, folder: Path) -> Path:
         if not model.exists():
             tiny_model.make(model, symbols=26)
         tree: dict[str, Any] = {"base": str(Path("configs/long_answers.yaml").absolute())}
+    elif name == "short-answers":
+        if not model.exists():
+            tiny_model.make(model)
+        tree = {"base": str(Path("configs/quickstart.yaml").absolute()), **SHORT}
     else:
         if not model.exists():
             write_model(model)
@@ -97,7 +100,9 @@ def configuration(name: str, folder: Path) -> Path:
     return path
 
 
-NAMES = ("long-answers", "drawn-lengths")
+SHORT: dict[str, Any] = {"generate": {"group_size": 16}, "replay": {"groups_per_step": 4}}
+
+NAMES = ("long-answers", "drawn-lengths", "short-answers")
 
 
 class Bench:
@@ -110,25 +115,25 @@ class Bench:
         self._kept = Kept(folder / "measured.jsonl")
 
     def tuned(self) -> Tuned:
-        runs = Runs(folder=self._folder / "calibration", steps=self._form.steps, budget=4 * TIMEOUT)
+        runs = Runs(folder=self._folder / "calibration", steps=self._form.steps + 2 * WARM_UP, budget=4 * TIMEOUT)
         return tuned(Source(self._path, self._given), Rule(), Limits(oldest=OLDEST, points=self._form.points), runs)
 
     def measure(self, overrides: Overrides, round_: int, bar: Bar) -> tuple[float, float]:
         """(tokens/s, mean age) of one run, unless it was measured before."""
-        steps = self._form.steps
-        found = self._kept.get(self.name, overrides, round_, steps)
+        counted = self._form.steps
+        found = self._kept.get(self.name, overrides, round_, counted)
         if found is not None:
             bar.found()
         else:
-            own = [f"run.folder={self._folder}", "run.name=measured", f"run.steps={steps}"]
-            words = [*self._given, *SAME, *own, *overrides]
+            ends = 2 * edge(config_file.load(self._path, [*self._given, *overrides]))
+            steps = f"run.steps={counted + WARM_UP + ends}"
+            words = [*self._given, *SAME, f"run.folder={self._folder}", "run.name=measured", steps, *overrides]
             command = [sys.executable, "-m", "streamrl.cli", "train", str(self._path), "--fresh", *words]
             run_command(command, self._folder / "runs.log", TIMEOUT, cores_of(self.config))
             rows = list(read_metrics(self._folder / "measured"))
-            fresh = math.ceil(config_file.load(self._path, words).replay.bound)
-            figure = figures(rows[fresh:] if len(rows) > fresh + 4 else rows)
+            figure = figures(between(rows, config_file.load(self._path, words)))
             found = (figure.sustained, figure.staleness_mean)
-            self._kept.add(self.name, overrides, round_, steps, found)
+            self._kept.add(self.name, overrides, round_, counted, found)
             bar.advance()
         return found
 
@@ -142,64 +147,58 @@ class Bench:
                 rates[each].append(self.measure(each, round_, bar)[0])
         return rates
 
-    def run(self) -> tuple[list[Comparison], dict[str, Any]]:
-        """The choice against the best of the grid, then against that with the choice's micro batch."""
-        settings = grid(self.config)[:: 1 if self._form.settings is None else -5][: self._form.settings]
-        first = range(1, 1 + self._form.rounds)
-        second = range(ONCE_MORE + 1, ONCE_MORE + 1 + self._form.once_more)
-        turns = len(first) * (BEST + 1) + len(second) * 2
-        print(
-            f"{self.name}: calibration, {len(settings)} settings once, then up to {turns} runs in turns, of "
-            f"{self._form.steps} steps each; a run that takes {TIMEOUT:.0f} s fails (kept in {self._folder})",
-            flush=True,
-        )
+    def run(self) -> tuple[Verdict, dict[str, Any]]:
+        """The choice against the best of the grid."""
         chosen = self.tuned()
         choice = chosen.overrides(chosen.choice)
-        with Bar(self.name, "runs", len(settings) + turns) as bar:
-            once = {}
-            for each in settings:
-                once[each] = self.measure(each, 0, bar)
-            best = sorted(once, key=lambda each: -once[each][0])[:BEST]
-            compared = [Comparison.of("", choice, self.in_turns((choice, *best), first, bar))]
-            best_of_grid = compared[0].verdict.best
-            if (harder := with_its_micro_batch(best_of_grid, choice)) != best_of_grid:
-                rates = self.in_turns((choice, harder), second, bar)
-                compared.append(Comparison.of(" with its micro batch", choice, rates))
+        settings = grid(self.config, choice)[:: 1 if self._form.settings is None else -5][: self._form.settings]
+        likely, best_ones = (min(count, len(settings)) for count in (LIKELY, BEST))
+        turns = self._form.rounds * (best_ones + 1)
+        print(
+            f"{self.name}: {len(settings)} settings once, the best {likely} {AGAIN} times more, then {turns} runs in "
+            f"turns, of which {self._form.steps} steps count; a run that takes {TIMEOUT:.0f} s fails (kept in "
+            f"{self._folder})",
+            flush=True,
+        )
+        with Bar(self.name, "runs", len(settings) + likely * AGAIN + turns) as bar:
+            screened = self.in_turns(settings, range(-AGAIN, 1 - AGAIN), bar)
+            for each, more in self.in_turns(best(screened, likely), range(1 - AGAIN, 1), bar).items():
+                screened[each] += more
+            of_likely = {each: rates for each, rates in screened.items() if len(rates) > 1}
+            rates = self.in_turns((choice, *best(of_likely, best_ones)), range(1, 1 + self._form.rounds), bar)
+        found = verdict(rates[choice], {each: values for each, values in rates.items() if each != choice})
         predicted = {"rate": chosen.choice.figures.sustained, "age": chosen.choice.figures.staleness_mean}
         row = {
             "name": self.name,
             "choice": list(choice),
             "predicted": predicted,
-            "grid": [{"overrides": list(each), "rate": rate, "age": age} for each, (rate, age) in once.items()],
-            "turns": [
-                [
-                    {"overrides": list(each), "rates": values, "age": self.age(each)}
-                    for each, values in comparison.rates.items()
-                ]
-                for comparison in compared
-            ],
+            "grid": [self._row(each, values) for each, values in screened.items()],
+            "turns": [self._row(each, values) for each, values in rates.items()],
         }
-        _print(row, compared)
-        return compared, row
+        _print(row, found)
+        return found, row
 
-    def age(self, overrides: Overrides) -> float:
-        """The mean age of what is trained, over all rounds in turns."""
-        return statistics.mean(self._kept.ages(self.name, overrides, self._form.steps))
+    def _row(self, overrides: Overrides, rates: Sequence[float]) -> dict[str, Any]:
+        """With the mean age of what is trained, over all its runs."""
+        age = statistics.mean(self._kept.ages(self.name, overrides, self._form.steps))
+        return {"overrides": list(overrides), "rates": list(rates), "age": age}
 
 
-def _print(row: dict[str, Any], compared: Sequence[Comparison]) -> None:
+def _print(row: dict[str, Any], found: Verdict) -> None:
     for each in row["grid"]:
-        print(f"  {each['rate']:8,.0f} tokens/s, mean age {each['age']:.2f}: {' '.join(each['overrides'])}")
+        _line(each)
     predicted = row["predicted"]
     print(f"  in turns; of the choice {predicted['rate']:,.0f} tokens/s and {predicted['age']:.2f} are predicted:")
-    for turns, comparison in zip(row["turns"], compared, strict=True):
-        for each in turns:
-            mark = "(the choice) " if each["overrides"] == row["choice"] else ""
-            rate = statistics.median(each["rates"])
-            print(f"  {rate:8,.0f} tokens/s, mean age {each['age']:.2f}: {mark}{' '.join(each['overrides'])}")
-        found = comparison.verdict
-        print(f"{row['name']}: {found.of_medians} of the best{comparison.told}, {' '.join(found.best)}")
-        print(f"  {found.in_rounds} as the median of the rounds' ratios", flush=True)
+    for each in row["turns"]:
+        _line(each, "(the choice) " if each["overrides"] == row["choice"] else "")
+    print(f"{row['name']}: {found.of_medians} of the best, {' '.join(found.best)}")
+    print(f"  {found.in_rounds} as the median of the rounds' ratios", flush=True)
+
+
+def _line(each: dict[str, Any], mark: str = "") -> None:
+    runs = f"{len(each['rates'])} runs" if len(each["rates"]) > 1 else "a run"
+    rate = f"{statistics.median(each['rates']):8,.0f} tokens/s in {runs}"
+    print(f"  {rate}, mean age {each['age']:.2f}: {mark}{' '.join(each['overrides'])}")
 
 
 @contextmanager
@@ -218,20 +217,19 @@ def main() -> int:
     options = _parse()
     form = QUICK if options.quick else FULL
     form = form if options.rounds is None else replace(form, rounds=options.rounds)
-    compared: dict[str, list[Comparison]] = {}
+    verdicts: dict[str, Verdict] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="streamrl-tune-") as own:
         root = (options.folder or (Path(own) if options.quick else Path("runs/bench-tune"))).absolute()
         for name in (options.only,) if options.only else NAMES[: 1 if options.quick else None]:
-            with bench(name, root / name, form) as found:
-                compared[name], row = found.run()
+            with bench(name, root / name, form) as benched:
+                verdicts[name], row = benched.run()
                 rows.append(row)
-    missed = [name for name, (of_grid, *_) in compared.items() if of_grid.verdict.least < BAR]
+    missed = [name for name, found in verdicts.items() if found.least < BAR]
     ratios = [
-        {"name": f"choice of the best{each.told}, {name}{how}", "median": of.value, "low": of.low, "high": of.high}
-        for name, comparisons in compared.items()
-        for each in comparisons
-        for how, of in (("", each.verdict.of_medians), (", in rounds", each.verdict.in_rounds))
+        {"name": f"choice of the best, {name}{how}", "median": of.value, "low": of.low, "high": of.high}
+        for name, found in verdicts.items()
+        for how, of in (("", found.of_medians), (", in rounds", found.in_rounds))
     ]
     if options.json is not None:
         options.json.write_text(json.dumps({"quick": options.quick, "ratios": ratios, "rows": rows}, indent=1) + "\n")

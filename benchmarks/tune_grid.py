@@ -22,25 +22,30 @@ RESAMPLES = 2000  # of the rounds, for the interval of a ratio of medians
 Overrides = tuple[str, ...]
 
 
-def grid(config: Config) -> list[Overrides]:
-    """Fourteen settings: four bounds with three numbers in flight each, a window, and a longer publish interval."""
+def grid(config: Config, choice: Overrides = ()) -> list[Overrides]:
+    """Fourteen settings: four bounds with three numbers in flight each, a window, and a longer publish interval.
+
+    Where the choice has another micro batch, all of them once more with that.
+    """
     step = config.replay.groups_per_step
-    points = [
+    points: list[Overrides] = [
         (f"replay.max_staleness={bound}", f"generate.groups_in_flight={max(1, round(share * (bound + 1) * step))}")
         for bound in BOUNDS
         for share in SHARES
     ]
     window = ("replay.max_staleness=2", f"replay.window={step}", "replay.order=windowed")
-    return [*points, (*window, f"generate.groups_in_flight={step}"), (*points[-2], "publish.every=2")]
+    points += [(*window, f"generate.groups_in_flight={step}"), (*points[-2], "publish.every=2")]
+    others = [each for each in choice if each.startswith(f"{MICRO_BATCH}=")]
+    return [*points, *((*point, each) for each in others for point in points)]
 
 
-def with_its_micro_batch(setting: Overrides, choice: Overrides) -> Overrides:
-    """`setting` with the choice's micro batch, which no setting of the grid has; as it is where the choice has none.
+def best(rates: Mapping[Overrides, Sequence[float]], count: int) -> list[Overrides]:
+    """Those with the largest medians, the fastest first.
 
-    >>> with_its_micro_batch(("replay.max_staleness=2",), ("publish.every=2", "learner.tokens_per_micro_batch=64"))
-    ('replay.max_staleness=2', 'learner.tokens_per_micro_batch=64')
+    >>> best({("a=1",): [3.0], ("a=2",): [9.0, 1.0, 2.0], ("a=3",): [4.0]}, 2)
+    [('a=3',), ('a=1',)]
     """
-    return (*setting, *(each for each in choice if each.startswith(f"{MICRO_BATCH}=")))
+    return sorted(rates, key=lambda each: -statistics.median(rates[each]))[:count]
 
 
 class Kept:
@@ -60,10 +65,10 @@ class Kept:
         return self._known.get(self._key(row))
 
     def ages(self, name: str, overrides: Overrides, steps: int) -> list[float]:
-        """Of its runs in turns, which are those of the rounds above 0."""
+        """Of its runs."""
         runs = ((*json.loads(key), age) for key, (_, age) in self._known.items())
         wanted = (name, list(overrides), steps)
-        return [age for own, words, round_, length, age in runs if (own, words, length) == wanted and round_ > 0]
+        return [age for own, words, _, length, age in runs if (own, words, length) == wanted]
 
     def add(self, name: str, overrides: Overrides, round_: int, steps: int, found: tuple[float, float]) -> None:
         row = {"name": name, "overrides": list(overrides), "round": round_, "steps": steps}
@@ -94,7 +99,7 @@ class Estimate:
 class Verdict:
     """The choice against the best of others, over rounds in which each ran once: tokens/s of it over the best's."""
 
-    best: Overrides
+    best: Overrides  # by the median
     of_medians: Estimate
     in_rounds: Estimate  # the median of the rounds' ratios: what the machine does besides meets both alike
 
@@ -105,14 +110,14 @@ class Verdict:
 
 
 def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]]) -> Verdict:
-    """`choice`, and each of the others: tokens/s by round.
+    """Of the choice, and of each of the others: tokens/s by round.
 
     >>> found = verdict([90.0, 92.0], {("a=1",): [100.0, 80.0], ("a=2",): [50.0, 60.0]})
     >>> found.best, round(found.of_medians.value, 3), round(found.in_rounds.value, 3)
     (('a=1',), 1.011, 1.025)
     """
-    best = max(others, key=lambda each: statistics.median(others[each]))
-    theirs = others[best]
+    (first,) = best(others, 1)
+    theirs = others[first]
 
     def of_medians(rounds: Sequence[int]) -> float:
         return statistics.median(choice[each] for each in rounds) / statistics.median(theirs[each] for each in rounds)
@@ -120,18 +125,4 @@ def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]]
     def in_rounds(rounds: Sequence[int]) -> float:
         return statistics.median(choice[each] / theirs[each] for each in rounds)
 
-    return Verdict(best, *(Estimate.of(ratio, len(choice)) for ratio in (of_medians, in_rounds)))
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The choice in turns with others."""
-
-    told: str  # what the others are the best of
-    rates: Mapping[Overrides, Sequence[float]]  # tokens/s of each by round, the choice's among them
-    verdict: Verdict
-
-    @classmethod
-    def of(cls, told: str, choice: Overrides, rates: Mapping[Overrides, Sequence[float]]) -> Comparison:
-        others = {each: values for each, values in rates.items() if each != choice}
-        return cls(told, rates, verdict(rates[choice], others))
+    return Verdict(first, *(Estimate.of(ratio, len(choice)) for ratio in (of_medians, in_rounds)))

@@ -29,6 +29,13 @@ from streamrl.tasks.registry import placed_arguments, placed_name
 # In a run folder: its whole configuration.
 RECORD = "config.yaml"
 
+# What else a run has written there, and reads again or is read by.
+OF_RUN = frozenset({
+    RECORD, "config.schema.json", "environment.json", "events.jsonl", "metrics.jsonl", "left_out.json", "run.json",
+    "wandb.id", "checkpoints", "evaluations", "events", "inputs", "journal", "keys", "locks", "logs", "model",
+    "quarantine", "rows", "weights",
+})  # fmt: skip
+
 
 def absolute(config: Config) -> Config:
     """The same configuration with absolute paths, relative ones being meant from the present folder."""
@@ -143,6 +150,14 @@ def run_folder_of(path: Path) -> Path:
     if not (path / RECORD).is_file():
         raise ConfigError(f"{path}: no run folder (config.yaml is missing); allowed: a folder that `train` made")
     return path
+
+
+def run_that_wrote(file: Path) -> Path | None:
+    """The run folder of which a file that is there is a part."""
+    actual = file.resolve()
+    folders = (each for each in actual.parents if (each / RECORD).is_file() and (each / "journal").is_dir())
+    found = next(folders, None)
+    return found if found is not None and actual.relative_to(found).parts[0] in OF_RUN else None
 
 
 def set_aside(folder: Path) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.config.file import ConfigError
+from streamrl.places import run_that_wrote
 
 
 def check_file(flag: str, path: Path | None, endings: Sequence[str] = ()) -> None:
-    """Refuse a file that could not be written, or whose ending (`.json`) is none of `endings`; None is no file.
+    """Refuse a file that could not be written, is a part of a run, or has none of the `endings` (`.json`).
 
-    flag: of the command line that names it. Raises ConfigError.
+    path: None is no file. flag: of the command line that names it. Raises ConfigError.
     """
     if path is not None and (problem := _problem(path, endings)):
         raise ConfigError(f"{flag}: {path}{problem}")
@@ -34,6 +35,8 @@ def _problem(path: Path, endings: Sequence[str]) -> str:
         return " is a folder; allowed: a file"
     if not path.parent.is_dir():
         return f": {path.parent} is no folder; allowed: a file in a folder that is there"
+    if path.exists() and (run := run_that_wrote(path)) is not None:
+        return f" is a part of the run {run}; allowed: another file"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return " cannot be written; allowed: a file in a folder that can be written"
     return ""

@@ -14,8 +14,6 @@ import pytest
 from benchmarks import release, repeats
 from benchmarks.optimum import JUDGED, SHARED, SYNC, Repeat, Run, all_sides, missed, of_medians, ratios, spread
 from benchmarks.stored_sweeps import read_stored
-from benchmarks.tune import BAR, BEST
-from benchmarks.tune_grid import Comparison, Estimate, Overrides
 from streamrl.lab.sweep.differences import ratio
 
 ROOT = Path(__file__).parents[2]
@@ -39,11 +37,6 @@ def table(text: str) -> Rows:
     """The cells of its rows, but for the heads."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def table_of_each(text: str) -> list[Rows]:
-    """The cells of each table: a text in between ends one."""
-    return [found for part in re.split(r"\n(?!\|)", text) if (found := table(part))]
 
 
 def in_page(values: Sequence[float], form: str = ".2f") -> str:
@@ -143,52 +136,3 @@ def test_small_steps_in_bfloat16_are_as_the_stored_sweep_has_them() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     copied = cells["bfloat16-copied"][1][0]
     assert f"| {seconds} of float32's seconds to a reward | {tokens} of its tokens; {copied} undithered |" in readme
-
-
-TOLD = {
-    "replay.max_staleness": "bound {}",
-    "generate.groups_in_flight": "{} groups in flight",
-    "replay.window": "windows of {} groups",
-    "publish.every": "published every {} steps",
-    "learner.tokens_per_micro_batch": "micro batches of {} tokens",
-}
-
-
-def in_words(overrides: Overrides) -> str:
-    pairs = (each.split("=") for each in overrides if each != "replay.order=windowed")  # its window is told
-    return ", ".join(TOLD[key].format(value) for key, value in pairs)
-
-
-def of_choice(estimate: Estimate) -> str:
-    return str(estimate).replace(" .. ", "..")
-
-
-def tuned_rows(row: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The choice, then what took turns with it, the fastest first; then both once more."""
-    choice = tuple(row["choice"])
-    for turns, again in zip(row["turns"], ("", "once more: "), strict=False):
-        rates = {tuple(each["overrides"]): each["rates"] for each in turns}
-        ages = {tuple(each["overrides"]): each["age"] for each in turns}
-        found = Comparison.of("", choice, rates).verdict
-        for setting in sorted(rates, key=lambda each: (each != choice, -statistics.median(rates[each]))):
-            ratios = {choice: ("1", "1"), found.best: (of_choice(found.of_medians), of_choice(found.in_rounds))}
-            yield [
-                f"{again}the choice: {in_words(choice)}" if setting == choice else f"{again}{in_words(setting)}",
-                in_page(rates[setting], ".0f"),
-                f"{ages[setting]:.2f}",
-                *ratios.get(setting, ("", "")),
-            ]
-
-
-def test_a_tuned_choice_is_as_measured() -> None:
-    found, text = kept("tune"), section("A tuned choice")
-    assert table_of_each(text) == [list(tuned_rows(row)) for row in found["rows"]]
-    words = " ".join(text.split())
-    for row in found["rows"]:
-        assert len(row["grid"]) >= 12
-        judged = row["turns"][0]
-        assert len(judged) == BEST + 1
-        assert {len(each["rates"]) for each in judged} == {len(judged[0]["rates"])}
-        predicted = row["predicted"]
-        assert f"`{row['name']}` {predicted['rate']:.0f} tokens/s and an age of {predicted['age']:.2f}" in words
-    assert min(each["median"] for each in found["ratios"] if "micro batch" not in each["name"]) >= BAR

@@ -157,22 +157,27 @@ STALENESS: Claims = {
         and runs.more(at(8, "recompute")).holds(0)
         and runs.more(at(16, "recompute"))[0] > 0
     ),
-    "With a second pass it learns most under every bound": lambda runs: (
-        all(runs.more(at(bound, SECOND_PASS))[0] > 0 for bound in (0, *BOUNDS))
-        and all(_learns_most(runs, at(bound)) for bound in (0, *BOUNDS))
+    "With a second pass a step teaches most under every bound, and takes longer": lambda runs: all(
+        runs.more(at(bound, SECOND_PASS))[0] > 0
+        and _learns_most(runs, at(bound))
+        and runs.of(at(bound), "trained").above(runs.of(at(bound, SECOND_PASS), "trained"))
+        for bound in (0, *BOUNDS)
     ),
-    "The second pass gives more than larger steps": lambda runs: all(
-        runs.of(at(bound, SECOND_PASS), "KL per step").overlaps(runs.of(at(bound, "recompute"), "KL per step"))
-        and runs.against(at(bound, SECOND_PASS), at(bound, "recompute"))[0] > 0
-        for bound in (8, 16)
+    "At 8 and 16 it has more at steps as large": lambda runs: (
+        all(
+            runs.of(at(bound, SECOND_PASS), "KL per step").overlaps(runs.of(at(bound, "recompute"), "KL per step"))
+            and runs.against(at(bound, SECOND_PASS), at(bound, "recompute"))[0] > 0
+            for bound in (8, 16)
+        )
+        and runs.of(at(2, SECOND_PASS), "KL per step").above(runs.of(at(2, "recompute"), "KL per step"))
     ),
     "It also keeps more of its reward": lambda runs: (
-        _kept(runs, SECOND_PASS) > 1 / 2
-        and _kept(runs, "default") < 1 / 4
-        and abs(_lost(runs, SECOND_PASS) - _lost(runs, "default")) < 0.1
+        _kept(runs, SECOND_PASS) > 1 / 2 and _kept(runs, "default") < 1 / 4
     ),
-    "`cap-1.2` gives nothing": lambda runs: all(
-        runs.more(at(bound, "cap-1.2")).holds(0) and runs.more(at(bound, "cap-1.2")).within(0.1) for bound in BOUNDS
+    "`cap-1.2` gives nothing that five seeds show": lambda runs: all(
+        runs.more(at(bound, "cap-1.2")).holds(0)
+        and runs.more(at(bound, "cap-1.2")).within(runs.of(at(bound), OVERALL).middle / 4)
+        for bound in BOUNDS
     ),
     "At bound `0` the first three points are one algorithm": lambda runs: all(
         runs.of(at(0, point), figure).near(value)
@@ -187,11 +192,6 @@ def _learns_most(runs: Runs, default: str) -> bool:
     return max(others, key=lambda name: runs.of(name, OVERALL).middle).endswith(SECOND_PASS)
 
 
-def _lost(runs: Runs, point: str) -> float:
-    """Reward over the run, from bound 0 to 16."""
-    return runs.of(at(0, point), OVERALL).middle - runs.of(at(16, point), OVERALL).middle
-
-
 def _kept(runs: Runs, point: str) -> float:
     """Share of the reward over the run at bound 0 that it has at 16."""
     return runs.of(at(16, point), OVERALL).middle / runs.of(at(0, point), OVERALL).middle
@@ -203,7 +203,14 @@ CORRECTIONS: Claims = {
     "Beside the clip, weights hardly act": lambda runs: all(
         runs.more(point, "reward").within(0.1) and runs.more(point, "reward").holds(0) for point in HARDLY
     ),
-    "A tight cap gives a little": lambda runs: runs.more("cap-1.2")[0] > 0 and runs.more("cap-1.2").within(0.1),
+    "A tight cap may give a little": lambda runs: (
+        runs.more("cap-1.2")[0] > 0
+        and runs.more("cap-1.2").within(runs.of("default", OVERALL).middle / 4)
+        and all(
+            runs.more("cap-1.2").middle >= runs.more(point).middle
+            for point in (*HARDLY, "gamma-0.9", "passes-2")  # at the behaviour policy, too
+        )
+    ),
     "A proximal policy that is computed again costs reward": lambda runs: all(
         runs.more(point, "reward")[1] < 0
         and runs.of(point, "clipped") == (0, 0)
@@ -234,6 +241,12 @@ CORRECTIONS: Claims = {
     ),
 }
 
+
+def _new(runs: Runs, point: str) -> float:
+    """Generated tokens of a trained one."""
+    return runs.of(point, "generated").middle / runs.of(point, "trained").middle
+
+
 MIXED_AGES: Claims = {
     "Ages differ as they are meant to": lambda runs: (
         runs.of("default", "staleness p95").middle > 1.5 * runs.of("default", "staleness").middle
@@ -252,14 +265,16 @@ MIXED_AGES: Claims = {
         and runs.of("recompute", "clipped") == (0, 0)
         and runs.of("recompute", "KL").above(runs.of("default", "KL"))
     ),
-    "What bounds the weight of old tokens gives a part back, that of whole sequences most": lambda runs: (
+    "What bounds the weight of old tokens is ahead of that, with more new data": lambda runs: (
         all(
             runs.of("recompute", OVERALL).middle < runs.of(point, OVERALL).middle
             and runs.more(point)[1] < 0
             and runs.of(point, OVERALL).middle <= runs.of("recompute-sequence", OVERALL).middle
+            and _new(runs, "default") < _new(runs, "recompute") < _new(runs, point)
             for point in ("recompute-gamma-0.7", "recompute-discount-0.9", "recompute-sequence")
         )
         and runs.against("recompute-sequence", "recompute")[0] > 0
+        and runs.of("recompute-sequence", "staleness").middle < runs.of("recompute", "staleness").middle
     ),
 }
 
@@ -307,6 +322,7 @@ FRESHNESS: Claims = {
             and abs(runs.only(FIRST_TEN).more(point, "reward").middle) < 0.03
             and runs.only(SECOND_TEN).more(point, "reward")[1] < 0
             and abs(runs.only(SECOND_TEN).more(point, "reward").middle + 0.1) < 0.03
+            and runs.only(SECOND_TEN).of(point, "reward").middle < runs.only(FIRST_TEN).of(point, "reward").middle
             for point in ADAPTIVE
         )
         and runs.only(SECOND_TEN).of("fixed-2", "reward").middle > runs.only(FIRST_TEN).of("fixed-2", "reward").middle
@@ -377,6 +393,13 @@ DITHER: Claims = {
 
 # What the prose beside the tables claims of them.
 BESIDE: Mapping[str, Claims] = {
+    "staleness": {
+        "a fifth more steps of `default` under bound 2, which take less time, [end as high]": lambda runs: (
+            _steps("freshness") / _steps("staleness") == 1.2
+            and Runs(read_stored()["freshness"]).of("fixed-2", "reward").overlaps(runs.of(at(2, SECOND_PASS), "reward"))
+            and 1.2 * runs.of(at(2), "seconds").middle < runs.of(at(2, SECOND_PASS), "seconds").middle
+        ),
+    },
     "corrections": {
         "Only `cap-1.2` and `recompute-passes-2` have an interval above 0, that of reward over the run": lambda runs: (
             {point for point in runs.others for figure in ("reward", OVERALL) if runs.more(point, figure)[0] > 0}
@@ -393,8 +416,13 @@ BESIDE: Mapping[str, Claims] = {
         "neither ten excludes a tenth alone": lambda runs: all(
             runs.only(ten).more("just_in_time-16", "reward")[0] < -0.1 for ten in (FIRST_TEN, SECOND_TEN)
         ),
-        "The second ten ran on a faster machine": lambda runs: (
-            runs.only(SECOND_TEN).of("fixed-2", "trained").above(runs.only(FIRST_TEN).of("fixed-2", "trained"))
+        "The second ten ran later, on a faster machine of the same description: tokens/s differ by that, and ages.": (
+            lambda runs: (
+                runs.only(SECOND_TEN).of("fixed-2", "trained").above(runs.only(FIRST_TEN).of("fixed-2", "trained"))
+                and runs.only(SECOND_TEN)
+                .of("just_in_time-16", "staleness")
+                .above(runs.only(FIRST_TEN).of("just_in_time-16", "staleness"))
+            )
         ),
     },
 }
@@ -453,9 +481,24 @@ def test_the_whole_numbers_of_findings_are_those_of_the_sweep(name: str) -> None
     assert [each for each in whole if each not in _settings(name) | {comparisons}] == []
 
 
+def _steps(name: str) -> int:
+    """Of a run of the sweep."""
+    return read(_file(name)).jobs(fresh=True)[0].config.run.steps
+
+
+def _file(name: str) -> Path:
+    return ROOT / "configs" / "experiments" / f"{name}.yaml"
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_a_sweep_sets_of_algorithm_and_optimizer_is_named(name: str) -> None:
+    keys = [word.split("=")[0] for word in read(_file(name)).common if word.startswith(("algo.", "learner.optimizer."))]
+    assert [key for key in keys if f"`{key}" not in _sections()[name]] == []
+
+
 def _settings(name: str) -> set[float]:
     """What its file has, what it takes over of its base by name, and how much there is of it."""
-    sweep = read(ROOT / "configs" / "experiments" / f"{name}.yaml")
+    sweep = read(_file(name))
     jobs = sweep.jobs(fresh=True)
     words = [*sweep.common, *(str(value) for point in sweep.points for value in point.settings.values())]
     counts = {0.0, 1.0, LEVEL, len(jobs), len(sweep.points), len(sweep.seeds), sweep.target or 0.0}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from benchmarks.tune import DRAWN
-from benchmarks.tune_grid import Comparison, Kept, grid, verdict, with_its_micro_batch
+from benchmarks.tune_grid import Kept, best, grid, verdict
 from streamrl.config import file as config_file
 from streamrl.lab.tune.runs import MICRO_BATCH
 
@@ -31,14 +31,20 @@ def test_what_was_measured_is_kept_and_not_taken_for_another_run(tmp_path: Path)
     assert [again.get(*key) for key in (("b", ("x=1",), 0, 30), ("a", (), 0, 30), ("a", ("x=1",), 1, 30))] == [None] * 3
     for round_, steps, age in ((1, 30, 1.0), (2, 30, 2.0), (1, 6, 9.0)):
         again.add("a", ("x=1",), round_, steps, (10.0, age))
-    assert again.ages("a", ("x=1",), 30) == [1.0, 2.0]
+    assert again.ages("a", ("x=1",), 30) == [0.5, 1.0, 2.0]
     assert again.ages("a", ("x=2",), 30) == []
 
 
-def test_the_best_setting_takes_the_choices_micro_batch_where_it_has_one() -> None:
-    best = ("replay.max_staleness=2",)
-    assert with_its_micro_batch(best, ("learner.tokens_per_micro_batch=64", "x=1")) == (*best, f"{MICRO_BATCH}=64")
-    assert with_its_micro_batch(best, ("x=1",)) == best
+def test_the_grid_has_the_choices_micro_batch_too_where_it_has_another() -> None:
+    config = config_file.load(Path("configs/long_answers.yaml"))
+    settings, other = grid(config), f"{MICRO_BATCH}=64"
+    assert grid(config, ("replay.max_staleness=2",)) == settings
+    assert grid(config, (other, "publish.every=2")) == [*settings, *((*each, other) for each in settings)]
+
+
+def test_the_best_have_the_largest_medians() -> None:
+    rates = {("lucky once",): [9.0, 1.0, 1.0], ("steady",): [2.0, 2.0, 2.0], ("slow",): [0.5]}
+    assert best(rates, 2) == [("steady",), ("lucky once",)]
 
 
 def test_an_interrupted_write_costs_its_own_line_alone(tmp_path: Path) -> None:
@@ -50,11 +56,6 @@ def test_an_interrupted_write_costs_its_own_line_alone(tmp_path: Path) -> None:
     assert kept.get("a", ("x=1",), 1, 30) == (100.0, 2.0)
     kept.add("a", ("x=1",), 2, 30, (110.0, 2.0))
     assert Kept(path).get("a", ("x=1",), 2, 30) == (110.0, 2.0)
-
-
-def test_a_comparison_leaves_the_choice_out_of_the_others() -> None:
-    found = Comparison.of("", ("mine",), {("mine",): [100.0, 100.0], ("theirs",): [50.0, 50.0]})
-    assert (found.verdict.best, found.verdict.of_medians.value) == (("theirs",), 2.0)
 
 
 def test_a_choice_is_judged_against_the_best_median() -> None:

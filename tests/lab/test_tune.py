@@ -228,12 +228,23 @@ def test_other_learners_are_measured_or_assumed_by_name() -> None:
     assert speeds.micro_batches == [100, 200]
     assert speeds.line(4, 100).each == pytest.approx(0.006)
     assert speeds.line(4, 200).each == pytest.approx(0.003)
-    assert speeds.line(8, 100).each == pytest.approx(0.01 / 4 / 0.8**2)
-    assert speeds.line(8, 100).fixed == 1.0
-    assert speeds.line(1, 100).each == pytest.approx(0.02)
+    assert speeds.line(8, 100).each == pytest.approx(0.006 / 2 / 0.8)  # from the nearest measured one on
+    assert speeds.line(8, 100).fixed == pytest.approx(0.6)
+    assert speeds.line(1, 100).each == pytest.approx(0.01 * 2 * 0.8)  # by the same law
+    assert 0.006 < speeds.line(3, 100).each < 0.01
     assumed = list(speeds.assumptions({(2, 100), (4, 200), (8, 100)}))
     assert len(assumed) == 2
-    assert "learner.ranks=8: not measured; each doubling keeps 80%" in assumed[0]
+    assert (
+        "learner.ranks=8: not measured; between measured ones as those, beyond them each doubling keeps 80%"
+        in assumed[0]
+    )
+
+
+def test_ranks_that_nobody_measured_are_no_faster_than_measured_ones_let_expect() -> None:
+    poor = LearnerSpeeds(Line(0.0, 0.001), own=(1, 4096), measured={(2, 4096): 0.95, (4, 4096): 0.9})
+    seconds = [poor.line(ranks, 4096).each for ranks in (1, 2, 3, 4, 5, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[2] == pytest.approx(0.001 * 0.95 * (0.9 / 0.95) ** math.log2(1.5))
 
 
 # -- the command

@@ -17,6 +17,8 @@ from streamrl.lab.tune import command
 from streamrl.lab.tune import tuned as tuned_module
 from streamrl.lab.tune.runs import MICRO_BATCH, Measured
 from streamrl.lab.tune.search import Rule
+from streamrl.lab.tune.space import Devices, Space
+from streamrl.lab.tune.speeds import LearnerSpeeds
 from streamrl.lab.tune.tuned import Limits, Runs, Source, Tuned, tuned
 from tests.lab.test_simulate_run import config, record, truth
 from tests.lab.test_tune import figure
@@ -46,8 +48,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["link.yaml", "--output", "settings.yaml"], "the configuration that is tuned"),
         (["settings.yaml", "--output", "base.yaml"], "a base of settings.yaml"),
         (["settings.yaml", "--output", "lowest.yaml"], "a base of settings.yaml"),
-        (["settings.yaml", "--output", "run/config.yaml"], "the record of a run"),
-        (["run", "--output", "run/config.yaml"], "the configuration that is tuned"),
         (["settings.yaml", "--json", "base.yaml"], "a base of settings.yaml"),
     ],
 )
@@ -59,6 +59,42 @@ def test_what_is_tuned_is_not_written_over(
     assert cli.main(["tune", *words]) == 2
     assert capsys.readouterr().err == f"streamrl: {flag}: {file} is {what}; allowed: another file\n"
     assert Path(file).read_text() == before
+
+
+@pytest.mark.parametrize("tuned_one", ["run", "settings.yaml"])
+@pytest.mark.parametrize("words", [["--json", "metrics.jsonl"], ["--output", "config.yaml"], ["--json", "run.json"]])
+def test_what_a_run_has_written_is_not_written_over(
+    words: list[str], tuned_one: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, name = words
+    file = Path("run", name)
+    file.touch()
+    before = file.read_bytes()
+    assert cli.main(["tune", tuned_one, flag, str(file)]) == 2
+    run = files / "run"
+    assert capsys.readouterr().err == f"streamrl: {flag}: {file} is a part of the run {run}; allowed: another file\n"
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("file", ["run/tuned.json", "run/choice/front.json"])
+def test_other_files_in_a_run_folder_may_be_written_over(
+    file: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).touch()
+    assert cli.main(["tune", "run", "--json", file]) == 2
+    assert capsys.readouterr().err == "streamrl: it tunes\n"
+
+
+def test_the_written_file_trains_what_the_printed_command_does(tmp_path: Path) -> None:
+    settings, written = tmp_path / "settings.yaml", tmp_path / "tuned.yaml"
+    settings.write_text("task: {name: copy, args: {length: 3}}\n")
+    chosen = ("replay.max_staleness=1",)
+    for given, whole in (("run.seed=3", False), ("task.args={alphabet: abc}", True)):
+        source = Source(settings, (given,))
+        command.write(written, source, chosen)
+        assert config_file.load(written) == config_file.load(settings, [given, *chosen])
+        assert ("base: " in written.read_text()) is not whole
 
 
 @pytest.mark.parametrize("file", ["tuned.yaml", "new.yaml"])
@@ -113,6 +149,32 @@ def test_a_finished_run_says_itself_whether_it_had_gpus(
         (run / "metrics.jsonl").write_text(text)
     found, _ = of_run(run, monkeypatch, truth())
     assert str(found.space.divided) == divided
+
+
+def test_devices_of_another_kind_than_the_calibrated_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = record(config(tmp_path, "known", groups_per_step=4), truth())
+    monkeypatch.setattr(tuned_module, "calibrate", lambda _: truth())
+    with pytest.raises(ConfigError, match=r"^--gpus: 8, but speeds are calibrated on cores; allowed: --cores$"):
+        tuned(Source.of(run, ()), Rule(), Limits(gpus=8), Runs())
+
+
+def test_the_ends_of_a_simulated_run_count_for_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run three times as long has as many tokens/s, but for chance."""
+    file = tmp_path / "settings.yaml"
+    config_file.save(config(tmp_path, "known"), file)
+    space = Space(Source(file, ()).load, Devices("cores", 2), oldest=8.0, seen=64)
+    speeds = LearnerSpeeds(truth().learner, (1, space.configured.micro_batch))
+    for bound, in_flight in ((0.0, 8), (8.0, 48)):
+        setting = replace(space.configured, bound=bound, in_flight=in_flight)
+        found = []
+        for steps in (24, 72):
+            monkeypatch.setattr(tuned_module, "LONG", steps)
+            figures = tuned_module.simulated(space, setting, truth(), speeds, long=True)
+            assert figures is not None
+            found.append(figures.sustained)
+        assert found[0] == pytest.approx(found[1], rel=0.03)
 
 
 def test_micro_batches_of_other_runs_that_hold_no_long_answer_are_left_out(

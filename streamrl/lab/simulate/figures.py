@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.config import Config
 from streamrl.types import Batch, PolicyVersion
 
 # First steps that no figure counts: caches fill, and the pipeline of groups is still empty.
@@ -37,6 +38,20 @@ class Figures:
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)
+
+
+def edge(config: Config) -> int:
+    """Learner steps from a group's begin to its training, at most."""
+    return math.ceil(config.replay.bound)
+
+
+def between(rows: Sequence[Mapping[str, Any]], config: Config) -> Sequence[Mapping[str, Any]]:
+    """The steps of a run of `run.steps` steps but for those at its ends.
+
+    The first steps train what was begun before any step, and in the last ones nothing more is begun: as many as the
+    bound has count at neither end. What they would add to a run is the more, the larger its bound is.
+    """
+    return rows[edge(config) : config.run.steps - edge(config)]
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:

@@ -20,7 +20,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.section import Section
 from streamrl.lab.simulate.circle import Circle
-from streamrl.lab.simulate.figures import WARM_UP, Figures, figures
+from streamrl.lab.simulate.figures import WARM_UP, Figures, between, edge, figures
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
 from streamrl.lab.simulate.modelled import check_modelled
 from streamrl.lab.simulate.server import ServerSpeed
@@ -102,28 +102,21 @@ class Fleet(Section):
 
 def enough_steps(config: Config) -> int:
     """Learner steps of which `steady` counts whole waves."""
-    wave = _edge(config) + 1
-    return 2 * _edge(config) + WARM_UP + wave * max(WAVES, math.ceil(STEPS / wave))
+    wave = edge(config) + 1
+    return 2 * edge(config) + WARM_UP + wave * max(WAVES, math.ceil(STEPS / wave))
 
 
 def steady(config: Config, model: Model, seed: int = 0) -> tuple[float, Figures]:
     """Simulate `run.steps` of a run: seconds of a step, and the figures, between its begin and its end.
 
-    The first steps train what was begun before any step, and in the last ones nothing more is begun: as many as the
-    bound has count at neither end. Raises ConfigError where too few are left, or the run fails.
+    Raises ConfigError where too few steps are left, or the run fails.
     """
-    edge = _edge(config)
-    if config.run.steps <= (least := 2 * edge + WARM_UP + 1):
+    if config.run.steps <= (least := 2 * edge(config) + WARM_UP + 1):
         raise ConfigError(
             f"run.steps: {config.run.steps} are too few, of which {least - 1} do not count; allowed: above {least}"
         )
-    rows = Circle(config, model, seed).run()[edge : config.run.steps - edge]
+    rows = between(Circle(config, model, seed).run(), config)
     return sum(row["time/step"] for row in rows[WARM_UP:]) / len(rows[WARM_UP:]), figures(rows)
-
-
-def _edge(config: Config) -> int:
-    """Learner steps from a group's begin to its training, at most."""
-    return math.ceil(config.replay.bound)
 
 
 @dataclass(frozen=True, slots=True)

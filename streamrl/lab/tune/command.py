@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from streamrl.config import file as config_file
 from streamrl.config.file import BASE, ConfigError, parse_yaml
 from streamrl.lab.output import check_file
 from streamrl.lab.simulate.command import WIDTH, print_model
@@ -23,7 +24,6 @@ from streamrl.lab.simulate.on_cores import RunEndedError
 from streamrl.lab.tune.search import Found, Rule, limit
 from streamrl.lab.tune.space import Setting, Space
 from streamrl.lab.tune.tuned import Limits, Runs, Source, Tuned, tuned
-from streamrl.places import RECORD
 
 
 def main(
@@ -50,7 +50,7 @@ def main(
         return 1
     _print(source, found, rule)
     if output is not None:
-        output.write_text(as_file(source, found.overrides(found.choice)))
+        write(output, source, found.overrides(found.choice))
         print(f"written: {output}")
     if figures is not None:
         figures.write_text(json.dumps(as_json(found, rule), indent=1) + "\n")
@@ -58,7 +58,7 @@ def main(
 
 
 def _check_overwritten(flag: str, file: Path | None, source: Source) -> None:
-    """Refuse a file that is read, or that says what a run is. Raises ConfigError."""
+    """Refuse a file that is read. Raises ConfigError."""
     if file is None or not file.exists():
         return
     own, *bases = files_of(source.path)
@@ -66,9 +66,6 @@ def _check_overwritten(flag: str, file: Path | None, source: Source) -> None:
         raise ConfigError(f"{flag}: {file} is the configuration that is tuned; allowed: another file")
     if any(file.samefile(base) for base in bases):
         raise ConfigError(f"{flag}: {file} is a base of {source.path}; allowed: another file")
-    actual = file.resolve()
-    if actual.name == RECORD and any((actual.parent / name).exists() for name in ("journal", "metrics.jsonl")):
-        raise ConfigError(f"{flag}: {file} is the record of a run; allowed: another file")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -141,8 +138,20 @@ def reason(space: Space, before: Found | None, each: Found) -> str:
     return f"{gain:+.1%}: {changes}; {limit(each.figures)}"
 
 
+def write(output: Path, source: Source, overrides: Sequence[str]) -> None:
+    """A configuration that builds on the source's, with the overrides of both.
+
+    A mapping in an override takes the place of the source's, and one in a file is merged into that of its base: where
+    that makes a difference the whole configuration is written.
+    """
+    output.write_text(as_file(source, overrides))
+    meant = config_file.load(source.path, [*source.given, *overrides])
+    if config_file.load(output) != meant:
+        config_file.save(meant, output)
+
+
 def as_file(source: Source, overrides: Sequence[str]) -> str:
-    """A configuration that builds on the source's, with the overrides of both."""
+    """What `write` tries first."""
     tree: dict[str, Any] = {"base": str(source.path.absolute())}
     for word in (*source.given, *overrides):
         key, _, text = word.partition("=")

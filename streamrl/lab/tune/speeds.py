@@ -3,8 +3,9 @@
     seconds(ranks, micro batch) = line of the calibration x share(ranks) x share(micro batch)
 
 A share is measured where a run, or the learner alone on recorded batches, had that rank count or micro batch and
-everything else as the calibration. For other rank counts the part that grows with the tokens is divided by them, and
-each doubling keeps `doubling` of the tokens/s a rank. For other micro batches nothing is known: they are no choice.
+everything else as the calibration. A rank count between two measured ones has a share between theirs, by powers of the
+ranks. Beyond them, from the nearest on, the part that grows with the tokens is divided by the ranks, and each doubling
+keeps `doubling` of the tokens/s a rank. For other micro batches nothing is known: they are no choice.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class LearnerSpeeds:
         if (both := self.measured.get((ranks, micro_batch))) is not None:
             return _scaled(self.own_line, both, both)
         share = 1.0 if micro_batch == self.own[1] else self.measured[self.own[0], micro_batch]
-        line = _scaled(self.own_line, share, share)
-        if ranks == self.own[0]:
-            return line
-        if (alone := self.measured.get((ranks, self.own[1]))) is not None:
-            return _scaled(line, alone, alone)
-        kept = self.doubling ** max(0.0, math.log2(ranks / self.own[0]))
-        return _scaled(line, 1.0, self.own[0] / ranks / kept)
+        shares = {self.own[0]: 1.0, **{each: of for (each, micro), of in self.measured.items() if micro == self.own[1]}}
+        below, above = (
+            max((each for each in shares if each <= ranks), default=min(shares)),
+            min((each for each in shares if each >= ranks), default=max(shares)),
+        )
+        if below < ranks < above:
+            way = math.log(ranks / below) / math.log(above / below)
+            share *= shares[below] ** (1 - way) * shares[above] ** way
+            return _scaled(self.own_line, share, share)
+        share *= shares[below]  # the nearest one's: it is both
+        doublings = math.log2(ranks / below)
+        return _scaled(self.own_line, share, share / (2 * self.doubling) ** doublings)
 
     def assumptions(self, kinds: set[Kind]) -> Iterator[str]:
         """What is assumed of the learners that are among the choices, a line each."""
@@ -60,8 +66,8 @@ class LearnerSpeeds:
         if unmeasured:
             ranks = ", ".join(map(str, sorted(unmeasured)))
             yield (
-                f"learner.ranks={ranks}: not measured; each doubling keeps {self.doubling:.0%} of the tokens/s a rank "
-                "(--doubling)"
+                f"learner.ranks={ranks}: not measured; between measured ones as those, beyond them each doubling keeps "
+                f"{self.doubling:.0%} of the tokens/s a rank (--doubling)"
             )
         crossed = {(r, m) for r, m in kinds if r != self.own[0] and m != self.own[1]} - set(self.measured)
         if crossed:

@@ -16,7 +16,7 @@ from streamrl.hub.model import with_local_models
 from streamrl.lab.simulate.calibration import ALONE, calibrate, learner_kind
 from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.command import check_lengths, checked
-from streamrl.lab.simulate.figures import WARM_UP, Figures, figures, mean
+from streamrl.lab.simulate.figures import WARM_UP, Figures, between, figures, mean
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.tune.runs import MICRO_BATCH, Calibration, Measured, tokens_needed, too_small
 from streamrl.lab.tune.search import Found, Point, Rule, Searched, choose, search
@@ -28,7 +28,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, load_run, program
 from streamrl.recorded.formats import answered_run
 
-# Learner steps of a simulation behind the warm-up, which is as long as the data takes to become as old as it becomes.
+# Learner steps of a simulation behind the warm-up, and but for those at its ends.
 SHORT, LONG = 12, 24
 
 OLDEST = 8.0  # learner steps: the largest bound, unless the command line says otherwise
@@ -152,16 +152,15 @@ def tuned(source: Source, rule: Rule, limits: Limits, runs: Runs) -> Tuned:
 
 
 def simulated(space: Space, setting: Setting, model: Model, speeds: LearnerSpeeds, *, long: bool) -> Figures | None:
-    """What is expected of a setting, without the steps in which its data is still too fresh; None: it cannot run."""
-    fresh = math.ceil(setting.bound)
-    steps = (LONG if long else SHORT) + WARM_UP + fresh
+    """What is expected of a setting between a run's begin and its end; None: it cannot run."""
+    steps = (LONG if long else SHORT) + WARM_UP + 2 * math.ceil(setting.bound)
     config = space.loaded(setting, [f"run.steps={steps}", "run.epochs=null", "checkpoint.every=0"])
     if config is None:
         return None
     own = replace(model, learner=speeds.line(setting.ranks, setting.micro_batch))
     seeds = range(config.run.seed, config.run.seed + (LONG_SIMULATIONS if long else 1))
     try:
-        return mean([figures(Circle(config, own, seed).run()[fresh:]) for seed in seeds])
+        return mean([figures(between(Circle(config, own, seed).run(), config)) for seed in seeds])
     except ConfigError:  # its service would give it up
         return None
 
@@ -173,12 +172,15 @@ OF_GPUS = "memory/peak"
 
 
 def _devices(source: Source, config: Config, limits: Limits) -> Devices:
-    if limits.gpus is not None:
-        return Devices("GPUs", limits.gpus)
-    if limits.cores is not None:
-        return Devices("cores", limits.cores)
     on_gpus = has_cuda() if source.run is None else any(OF_GPUS in row for row in read_metrics(source.run))
-    return own_devices(config, "GPUs" if on_gpus else "cores")
+    seen = "GPUs" if on_gpus else "cores"
+    for flag, unit, count in (("--gpus", "GPUs", limits.gpus), ("--cores", "cores", limits.cores)):
+        if count is None:
+            continue
+        if unit != seen:
+            raise ConfigError(f"{flag}: {count}, but speeds are calibrated on {seen}; allowed: --{seen.lower()}")
+        return Devices(unit, count)
+    return own_devices(config, seen)
 
 
 def _measured(source: Source, config: Config, space: Space, runs: Runs) -> Measured:

@@ -1,7 +1,7 @@
 """Steers the bound by what shows that data teaches no more: clipped and masked tokens, effective sample size, noise.
 
-A token beyond the clip range has no gradient, whatever the effective sample size: a policy that its clip pins to old
-data keeps that size high and learns nothing. So each of three amounts has a range that is left alone:
+A token beyond the clip range has no gradient, whatever the effective sample size: a policy that stays near its old
+data keeps that size high and learns slowly. So each of three amounts has a range that is left alone:
 
     share of clipped tokens  clipped_low .. clipped_high      share of masked tokens  masked_low .. masked_high
     -log(effective sample size) of ess_high .. of ess_low
