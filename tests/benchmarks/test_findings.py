@@ -331,22 +331,32 @@ FRESHNESS: Claims = {
     ),
 }
 
+NEW_GROUPS = (("four-times", "once-8"), ("twice", "once-16"), ("twice-8", "once-4"))  # as many a step
+
 REUSE: Claims = {
-    "Equal reward for about half of the generated tokens": lambda runs: (
-        runs.times("four-times", "tokens to target")[1] < 0.65
-        and abs(runs.times("four-times", "tokens to target").middle - 0.5) < 0.1
+    "At steps of 32 groups reuse needs less than half of the generated tokens": lambda runs: (
+        runs.times("four-times", "tokens to target")[1] < 0.5
         and runs.times("twice", "tokens to target").middle < 0.65
         and runs.times("twice", "tokens to target").holds(0.65)
         and all(runs.more(point, "reward").holds(0) for point in ("twice", "four-times"))
     ),
-    "And in about half of the time, as generation is the slower side": lambda runs: (
-        abs(runs.times("four-times", "seconds to target").middle - 0.5) < 0.1
-        and runs.of("four-times", "trained").above(runs.of("once", "trained"))
-        and all(runs.of(point, "idle learner")[0] > 0.5 for point in ("once", "four-times"))
+    "So do steps of fewer groups without it, and train less": lambda runs: (
+        all(
+            runs.times(once, "tokens to target").overlaps(runs.times(again, "tokens to target"))
+            and runs.times(again, "trained to target").above(runs.times(once, "trained to target"))
+            for again, once in NEW_GROUPS
+        )
+        and runs.times("once-8", "tokens to target")[1] < 0.5
     ),
-    "The definition that looks worse is trained tokens": lambda runs: (
-        runs.times("four-times", "trained to target").middle > 1
-        and all(runs.more(point)[1] < 0 for point in ("twice", "four-times"))
+    "What reuse adds is reward of a step": lambda runs: (
+        all(runs.against(again, once).middle > 0 for again, once in NEW_GROUPS)
+        and runs.against("four-times", "once-8")[0] > 0
+        and len(runs.values("once-4", "tokens to target")) == len(runs.values("once-4", "reward")) - 1
+    ),
+    "Either takes about half of the time, as generation is the slower side": lambda runs: (
+        all(0.35 < runs.times(point, "seconds to target").middle < 0.55 for point in ("four-times", "once-8"))
+        and runs.of("four-times", "trained").above(runs.of("once", "trained"))
+        and all(runs.of(point, "idle learner")[0] > 0.5 for point in ("once", "four-times", "once-8"))
     ),
 }
 
