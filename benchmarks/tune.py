@@ -8,9 +8,9 @@
     short-answers    the quickstart in steps of 4 groups of 16 answers: nobody tuned it before
 
 Each configuration is calibrated and tuned (bounds up to 4). Then 14 settings run once, and once more with the choice's
-micro batch where it has another; the best six run twice more; the choice and the best three of these take turns. Every
-run counts as many steps, between its begin and its end, in which a larger bound would look faster or slower than it is.
-Tokens/s are the smaller of those trained and generated. Server and learner have cores of their own.
+micro batch where it has another; the best six run twice more; the choice and the best three of these take turns. As
+many steps of every run count, none of them at its ends, in which a larger bound would look slower than it is. Tokens/s
+are the smaller of those trained and generated. Server and learner have cores of their own.
 
 Exit code 1 where the choice's median is below BAR of the best one's, or the median of the rounds' ratios is: the
 machine's drift meets both sides of a round alike, and may favour either in the medians. Where the interval is wide,

@@ -29,7 +29,7 @@ from streamrl.tasks.registry import placed_arguments, placed_name
 # In a run folder: its whole configuration.
 RECORD = "config.yaml"
 
-# What else a run has written there, and reads again or is read by.
+# What a run writes there, and is read again.
 OF_RUN = frozenset({
     RECORD, "config.schema.json", "environment.json", "events.jsonl", "metrics.jsonl", "left_out.json", "run.json",
     "wandb.id", "checkpoints", "evaluations", "events", "inputs", "journal", "keys", "locks", "logs", "model",
@@ -155,9 +155,10 @@ def run_folder_of(path: Path) -> Path:
 def run_that_wrote(file: Path) -> Path | None:
     """The run folder of which a file that is there is a part."""
     actual = file.resolve()
-    folders = (each for each in actual.parents if (each / RECORD).is_file() and (each / "journal").is_dir())
-    found = next(folders, None)
-    return found if found is not None and actual.relative_to(found).parts[0] in OF_RUN else None
+    for folder in actual.parents:
+        if (folder / RECORD).is_file() and any((folder / name).exists() for name in ("journal", "metrics.jsonl")):
+            return folder if actual.relative_to(folder).parts[0] in OF_RUN else None
+    return None
 
 
 def set_aside(folder: Path) -> None:

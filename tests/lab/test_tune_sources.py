@@ -20,6 +20,7 @@ from streamrl.lab.tune.search import Rule
 from streamrl.lab.tune.space import Devices, Space
 from streamrl.lab.tune.speeds import LearnerSpeeds
 from streamrl.lab.tune.tuned import Limits, Runs, Source, Tuned, tuned
+from streamrl.places import run_that_wrote
 from tests.lab.test_simulate_run import config, record, truth
 from tests.lab.test_tune import figure
 
@@ -74,6 +75,17 @@ def test_what_a_run_has_written_is_not_written_over(
     run = files / "run"
     assert capsys.readouterr().err == f"streamrl: {flag}: {file} is a part of the run {run}; allowed: another file\n"
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("kept", ["journal", "metrics.jsonl"])
+def test_a_run_without_a_journal_or_before_its_first_row_is_one_too(kept: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert run_that_wrote(run / "config.yaml") is None  # a project's own
+    (run / kept).touch()
+    assert run_that_wrote(run / "config.yaml") == run.resolve()
+    assert run_that_wrote(run / "mine.yaml") is None
 
 
 @pytest.mark.parametrize("file", ["run/tuned.json", "run/choice/front.json"])

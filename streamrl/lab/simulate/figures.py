@@ -49,7 +49,7 @@ def between(rows: Sequence[Mapping[str, Any]], config: Config) -> Sequence[Mappi
     """The steps of a run of `run.steps` steps but for those at its ends.
 
     The first steps train what was begun before any step, and in the last ones nothing more is begun: as many as the
-    bound has count at neither end. What they would add to a run is the more, the larger its bound is.
+    bound has count at neither end: with them a larger bound would look slower than it is.
     """
     return rows[edge(config) : config.run.steps - edge(config)]
 

@@ -48,15 +48,13 @@ class LearnerSpeeds:
             return _scaled(self.own_line, both, both)
         share = 1.0 if micro_batch == self.own[1] else self.measured[self.own[0], micro_batch]
         shares = {self.own[0]: 1.0, **{each: of for (each, micro), of in self.measured.items() if micro == self.own[1]}}
-        below, above = (
-            max((each for each in shares if each <= ranks), default=min(shares)),
-            min((each for each in shares if each >= ranks), default=max(shares)),
-        )
+        below = max((each for each in shares if each <= ranks), default=min(shares))
+        above = min((each for each in shares if each >= ranks), default=max(shares))
         if below < ranks < above:
             way = math.log(ranks / below) / math.log(above / below)
             share *= shares[below] ** (1 - way) * shares[above] ** way
             return _scaled(self.own_line, share, share)
-        share *= shares[below]  # the nearest one's: it is both
+        share *= shares[below]  # the nearest one's, below or above all
         doublings = math.log2(ranks / below)
         return _scaled(self.own_line, share, share / (2 * self.doubling) ** doublings)
 
