@@ -25,7 +25,7 @@ def make_sweep(tmp_path: Path, model_folders: tuple[Path, Path]) -> MakeSweep:
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
 def test_every_experiment_expands_and_every_point_is_a_valid_configuration_with_several_seeds(file):
     sweep = read(file)
-    jobs = sweep.jobs()
+    jobs = sweep.jobs(fresh=True)  # whatever was run here before
     assert len(jobs) == len(sweep.points) * len(sweep.seeds)
     assert len(sweep.seeds) >= 3
     assert len({job.name for job in jobs}) == len(jobs)
