@@ -59,7 +59,7 @@ from benchmarks.optimum import (
     ratios,
     spread,
 )
-from streamrl.lab.output import output_file
+from streamrl.lab.output import output_file, output_folder
 from streamrl.learner.batch_metrics import token_ages
 from streamrl.replay.journal import recorded_batches
 
@@ -277,7 +277,7 @@ def main() -> int:
         default = f"(default: {getattr(FULL, name)}, quick: {getattr(QUICK, name)})"
         parser.add_argument(f"--{name}", type=int, choices=range(1, 10), help=f"{text} {default}")
     parser.add_argument("--json", type=output_file, help="write the figures here too")
-    parser.add_argument("--keep", type=Path, help="new folder for the runs, to look into them later")
+    parser.add_argument("--keep", type=output_folder, help="new folder for the runs, to look into them later")
     options = parser.parse_args()
     settings = tuple(each for each in SETTINGS if each.name in (SYNC.name, JUDGED)) if options.quick else SETTINGS
     form = QUICK if options.quick else FULL

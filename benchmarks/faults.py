@@ -35,7 +35,7 @@ import numpy as np
 from benchmarks.fault_roles import Start, Trained, read_checkpoint, read_record, record_path
 from streamrl.config import Config
 from streamrl.config import file as config_file
-from streamrl.lab.output import output_file
+from streamrl.lab.output import output_file, output_folder
 from streamrl.observe.events import event_path, read_events
 from streamrl.replay.orders import make_order
 from streamrl.replay.orders.base import Order
@@ -305,7 +305,7 @@ def main() -> int:
     parser.add_argument("--order", choices=["fifo", "windowed"], default="fifo")
     parser.add_argument("--keep", choices=["none", "resume", "all"], default="resume", help="journal.keep")
     parser.add_argument("--seed", type=int, default=1, help="of victims, moments and damages")
-    parser.add_argument("--folder", type=Path, help="keep the run folder here (default: a temporary one)")
+    parser.add_argument("--folder", type=output_folder, help="keep the run folder here (default: a temporary one)")
     parser.add_argument("--json", type=output_file, help="write the figures here")
     parser.add_argument("--real", action="store_true", help="SGLang and Megatron-Core instead of scripted roles")
     parser.add_argument("--only", nargs="+", default=[], help="with --real: kills, or scenarios of fault_scenarios.py")

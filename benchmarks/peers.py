@@ -70,7 +70,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.engine.hardware import bfloat16_instructions
 from streamrl.generate.tokenizer import Tokenizer
-from streamrl.lab.output import output_file
+from streamrl.lab.output import output_file, output_folder
 from streamrl.tasks.registry import build_task
 
 OURS, THEIRS = "streamrl", "TRL"
@@ -286,7 +286,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="Hugging Face folder; SmolLM2-135M-Instruct without it")
     parser.add_argument("--python", type=Path, help=f"interpreter with TRL (default: one made in {ENVIRONMENT.name})")
     parser.add_argument("--json", type=output_file, help="write the figures here too")
-    parser.add_argument("--keep", type=Path, help="folder for the runs and what they have measured")
+    parser.add_argument("--keep", type=output_folder, help="folder for the runs and what they have measured")
     options = parser.parse_args()
     if options.model and not (options.model / "config.json").exists():
         print(f"--model: {options.model} has no config.json; allowed: a Hugging Face folder", file=sys.stderr)

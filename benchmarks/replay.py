@@ -35,7 +35,7 @@ from benchmarks.repeats import spread
 from benchmarks.rollout_path import make_group
 from streamrl.config import Config
 from streamrl.config.replay import JournalConfig
-from streamrl.lab.output import output_file
+from streamrl.lab.output import output_file, output_folder
 from streamrl.observe.events import EventLog, event_path
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import Journal
@@ -230,7 +230,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one length, few bytes, 5 s of load")
     parser.add_argument("--seconds", type=float, help="of load (default: 60, quick: 5)")
-    parser.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
+    parser.add_argument("--folder", type=output_folder, help="where to write (default: the temporary folder)")
     parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

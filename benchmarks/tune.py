@@ -1,6 +1,6 @@
 """`streamrl tune`'s choice against a measured grid: is anything in the grid faster?
 
-    python -m benchmarks.tune [--quick] [--only NAME] [--rounds N] [--folder FOLDER] [--json PATH]
+    python -m benchmarks.tune [--quick] [--only NAME ...] [--rounds N] [--folder FOLDER] [--json PATH]
 
     long-answers     configs/long_answers.yaml, with which the simulator was made
     drawn-lengths    log-normal lengths, another model and group size, 16 places on the server: the simulator was made
@@ -39,7 +39,7 @@ from benchmarks.tune_grid import Kept, Overrides, Verdict, best, grid, verdict
 from launch import tiny_model
 from streamrl.config import file as config_file
 from streamrl.engine.server import serving
-from streamrl.lab.output import output_file
+from streamrl.lab.output import output_file, output_folder
 from streamrl.lab.simulate.figures import WARM_UP, between, edge, figures
 from streamrl.lab.simulate.on_cores import pin, run_command
 from streamrl.lab.simulate.validation import SAME
@@ -221,7 +221,7 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="streamrl-tune-") as own:
         root = (options.folder or (Path(own) if options.quick else Path("runs/bench-tune"))).absolute()
-        for name in (options.only,) if options.only else NAMES[: 1 if options.quick else None]:
+        for name in options.only or NAMES[: 1 if options.quick else None]:
             with bench(name, root / name, form) as benched:
                 verdicts[name], row = benched.run()
                 rows.append(row)
@@ -243,9 +243,11 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one configuration, two settings, short runs; no bar")
-    parser.add_argument("--only", choices=NAMES, help="one of the configurations")
+    parser.add_argument("--only", choices=NAMES, nargs="+", help="some of the configurations")
     parser.add_argument("--rounds", type=int, help="of the turns that are judged (default: 5, quick 1)")
-    parser.add_argument("--folder", type=Path, help="where runs and results are kept (default: runs/bench-tune)")
+    parser.add_argument(
+        "--folder", type=output_folder, help="where runs and results are kept (default: runs/bench-tune)"
+    )
     parser.add_argument("--json", type=output_file, help="write the figures here")
     return parser.parse_args()
 

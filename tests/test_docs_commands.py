@@ -74,6 +74,8 @@ ELSEWHERE = (
     (r"make docs", "tests/test_docs_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"),
     (r"python -m benchmarks\.stored_sweeps .*",
      "tests/benchmarks/test_stored_sweeps.py::test_the_command_stores_writes_the_pages_and_checks_them"),
+    (r"python -m benchmarks\.stored_figures.*",
+     "tests/benchmarks/test_stored_figures.py::test_the_command_writes_the_page_and_checks_it"),
     (r"make bench|python -m benchmarks\.(?!suite).*",
      "tests/benchmarks/test_suite.py::test_a_benchmark_runs_in_its_quick_form"),
     (r"python -m benchmarks.suite .*",

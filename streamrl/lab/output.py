@@ -48,6 +48,19 @@ def check_new_folder(flag: str, path: Path | None) -> None:
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{flag}: {path} is not empty; allowed: a new folder")
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag}: {path}: {there} cannot be written; allowed: a folder that can be written")
+    if problem := _folder_problem(path):
+        raise ConfigError(f"{flag}: {path}{problem}")
+
+
+def output_folder(text: str) -> Path:
+    """The `type` of a flag that names a folder to be written in, made where it is missing. Raises ArgumentTypeError."""
+    if problem := _folder_problem(Path(text)):
+        raise ArgumentTypeError(f"{text}{problem}")
+    return Path(text)
+
+
+def _folder_problem(path: Path) -> str:
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return ""
+    return f": {there} cannot be written; allowed: a folder that can be written"

@@ -1,0 +1,144 @@
+"""docs/figures.md and README.md say what the kept measurements say, and these hold their bars."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import stored_figures
+from benchmarks.optimum import JUDGED, SHARED, SYNC, missed, ratios
+from benchmarks.stored_figures import (
+    MAKERS,
+    PAGE,
+    circle,
+    in_words,
+    judged,
+    of_peers,
+    read_kept,
+    shown,
+    to_float32,
+    written,
+)
+from benchmarks.tune import BAR, BEST, NAMES
+
+README = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+
+KEPT = read_kept()
+IN_FILES = {file.stem for file in stored_figures.KEPT.glob("*.json")}
+
+
+def test_the_page_is_as_measured() -> None:
+    page = PAGE.read_text()
+    assert written(page, KEPT) == page, "python -m benchmarks.stored_figures writes it"
+
+
+def test_what_is_kept_is_on_the_page_and_what_is_not_is_not() -> None:
+    named = shown(PAGE.read_text())
+    assert len(named) == len(set(named))
+    assert IN_FILES <= set(named) <= MAKERS.keys() & KEPT.keys()
+
+
+def test_the_circle_holds_its_bars_and_the_readme_has_it() -> None:
+    found = circle(KEPT["end_to_end"])
+    assert not missed(found)
+    paired = ratios(found)
+    optimum, sync, shared = (
+        f"{statistics.median(paired[f'{JUDGED} of {other}']):.2f}" for other in ("the optimum", SYNC.name, SHARED.name)
+    )
+    assert f"{shared} times the trained tokens/s with both cores in turn, {sync} with one each | {optimum} of" in README
+
+
+def test_tickets_just_in_time_hold_their_bars() -> None:
+    assert KEPT["release"]["broken"] == []
+
+
+def test_the_readme_has_the_small_steps_in_bfloat16() -> None:
+    runs = {point["name"]: point["runs"] for point in KEPT["dither"]["points"]}
+
+    def mean(name: str, figure: str) -> str:
+        return to_float32(runs, name, figure).partition(" ")[0]
+
+    seconds, tokens = (mean("bfloat16", f"{what} to target") for what in ("seconds", "tokens"))
+    copied = mean("bfloat16-copied", "tokens to target")
+    assert f"| {seconds} of float32's seconds to a reward | {tokens} of its tokens; {copied} undithered |" in README
+
+
+@pytest.mark.skipif("tune" not in IN_FILES, reason="not kept")
+def test_a_tuned_choice_holds_its_bar_in_each_configuration() -> None:
+    rows = KEPT["tune"]["rows"]
+    assert [row["name"] for row in rows] == list(NAMES)
+    for row in rows:
+        assert len({tuple(each["overrides"]) for each in row["grid"]}) >= 12
+        assert len(row["turns"]) >= BEST
+        assert {len(each["rates"]) for each in row["turns"]} == {len(row["turns"][0]["rates"])}
+        assert judged(row)[1].least >= BAR
+
+
+def test_a_setting_is_told_in_words() -> None:
+    window = ("replay.max_staleness=2", "replay.window=8", "replay.order=windowed", "generate.groups_in_flight=8")
+    assert in_words(window) == "bound 2, windows of 8 groups, 8 groups in flight"
+    assert in_words(()) == "as configured"
+
+
+def run(tokens_per_s: float, to_reward: float | None, ended: float) -> dict[str, Any]:
+    return {
+        "tokens_per_s": tokens_per_s,
+        "to_reward": to_reward,
+        "steps_to_reward": None if to_reward is None else 12,
+        "first_step": 30.0,
+        "waiting": 0.25,
+        "length": 5.5,
+        "ended": ended,
+    }
+
+
+def measured_peers(target: float | None = 0.4) -> dict[str, Any]:
+    repeats = [
+        {"streamrl, float32": run(60.0 + seed, 100.0, 100.0), "TRL, float32": run(30.0, reached, 300.0)}
+        for seed, reached in ((1, 200.0), (2, None), (3, 250.0))
+    ]
+    return {"target": target, "steps": 32, "machine": "a CPU, 2 cores", "repeats": repeats}
+
+
+def test_a_run_that_ended_before_the_reward_is_told_beside_trl() -> None:
+    found = "".join(of_peers(measured_peers())).splitlines()
+    assert found[0] == "| | tokens/s | s to reward 0.4 | steps | waiting | tokens of an answer |"
+    assert found[2].startswith("| streamrl, float32 | 62.0 (61.0..63.0) | 100 (100..100) | 12 (12..12) |")
+    assert found[3].startswith("| TRL, float32 | 30.0 (30.0..30.0) | 250 (200..>300) | 12 (12..>32) |")
+    assert "| float32: times sooner at the reward | 2.50 (2.00..>3.00) |" in found
+    assert found[-1] == "3 repeats, until reward 0.4, or 32 steps, on a CPU, 2 cores."
+
+
+def test_long_answers_have_no_reward_beside_trl() -> None:
+    unrewarded = measured_peers(None)
+    for each in unrewarded["repeats"]:
+        for one in each.values():
+            one.update(to_reward=None, steps_to_reward=None)
+    found = "".join(of_peers(unrewarded)).splitlines()
+    assert found[0] == "| | tokens/s | waiting | tokens of an answer |"
+    assert "reward" not in "".join(found)
+
+
+def test_the_command_writes_the_page_and_checks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, now = tmp_path / "figures.md", PAGE.read_text()
+    page.write_text(now.replace("| sync |", "| another |"))
+    monkeypatch.setattr(stored_figures, "PAGE", page)
+
+    def command(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["stored_figures", *arguments])
+        return stored_figures.main()
+
+    assert command("--check") == 1
+    assert "not as measured" in capsys.readouterr().out
+    assert command() == 0
+    assert page.read_text() == now
+    assert command("--check") == 0
+    page.write_text("<!-- nothing figures: from benchmarks/results -->\n<!-- end of nothing figures -->\n")
+    assert command() == 1
+    assert "nothing: not kept" in capsys.readouterr().out
