@@ -143,7 +143,8 @@ def _add_retrain(subparsers: argparse._SubParsersAction) -> None:
     retrain.add_argument("--steps", type=flags.count, help="learner steps (default: all that are recorded)")
     retrain.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="key=value",
-        help="keys of algo and learner that differ from the run's: the same data, trained otherwise",
+        help="keys of algo, critic, learner, checkpoint and observe, and run.placement, that differ from the run's: "
+        "the same data, trained otherwise",
     )  # fmt: skip
 
 

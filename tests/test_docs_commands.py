@@ -30,6 +30,7 @@ DEADLINE = 500.0  # seconds of one command; a start of SGLang on two busy cores 
 LINKED = ("Makefile", "pyproject.toml", "requirements", "streamrl", "launch", "benchmarks", "docs", "tests")
 PORT = "9464"  # of the documents; a free one takes its place
 STEPS = 50  # of the run that most commands look at: the documents name its version 50.0
+LAST = "step_150"  # of the documents, of the whole run
 SMALL = "--fresh run.steps=3"
 SMALL_RUN = "generate.group_size=4"
 SMALL_GROUPS = "generate.group_size=2 generate.groups_in_flight=4 replay.groups_per_step=2"
@@ -40,7 +41,7 @@ MORE = (
     (r"make demo", f"run.steps={STEPS} {SMALL_RUN}"),
     (r"streamrl train .*--help", ""),
     (r"streamrl train configs/quickstart.yaml$", f"run.steps={STEPS + 2} {SMALL_RUN}"),  # `make demo` goes on
-    (r"streamrl train .*evaluate", f"{SMALL} run.name=evaluated evaluate.every=2 evaluate.prompts=4"),
+    (r"streamrl train .*evaluate", f"{SMALL} evaluate.every=2 evaluate.prompts=4"),
     (r"streamrl train .*prometheus", f"{SMALL} run.name=watched"),
     (r"streamrl train .*model.path", SMALL),
     (r"streamrl train configs/pretrained", f"{SMALL} model.path=models/tiny"),
@@ -115,6 +116,7 @@ LEAVES = (
     (r"streamrl trace runs/quickstart$", "runs/quickstart/trace.json"),
     (r"streamrl trace .*-o run.csv", "run.csv"),
     (r"streamrl retrain .*--output runs/other", "runs/other/metrics.jsonl"),
+    (r"streamrl retrain .*--output runs/cispo", "runs/cispo/metrics.jsonl"),
     (r"streamrl eval .*--version 50.0", "runs/quickstart/evaluations/50.0/index.html"),
     (r"streamrl sweep .*--print-jobs", "streamrl train"),
     (r"streamrl sweep configs/experiments/(\w+)\.yaml", r"sweeps/\1/results.md"),
@@ -192,6 +194,12 @@ def test_a_mark_is_about_its_line_or_about_all_lines_below_it():
     assert (two.words, two.environment) == (("two", "a", "b"), {"KEY": "1"})
 
 
+def test_the_last_checkpoint_of_the_documents_is_that_of_the_quickstart():
+    steps = config_file.load(ROOT / "configs/quickstart.yaml").run.steps
+    assert f"step_{steps}" == LAST
+    assert any(LAST in command.text for command in COMMANDS)
+
+
 def test_make_demo_hands_its_arguments_to_the_run():
     for command in COMMANDS:
         if command.text.startswith("make demo ARGS="):
@@ -247,7 +255,7 @@ class Clone:
 
     def words(self, command: Command) -> list[str]:
         """What is run for `command`."""
-        words = [word.replace(PORT, str(free_port())) for word in longer(command.words)]
+        words = [word.replace(PORT, str(free_port())).replace(LAST, f"step_{STEPS}") for word in longer(command.words)]
         if words[0] == "make":
             return ["make", "-o", "venv", "VENV=.venv", *words[1:]]
         if "--output" in words:

@@ -7,6 +7,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def run(page: str) -> dict[str, Any]:
     """The names that the page's blocks define, run one after another."""
     names: dict[str, Any] = {"__name__": page.removesuffix(".md").replace("-", "_")}
     for block in blocks(page):
-        if block.startswith("case "):  # of a match that is in a file of streamrl
+        if re.search(r"^import (verifiers|gymnasium)", block, re.MULTILINE):  # end_to_end/test_foreign_environments.py
+            compile(block, page, "exec")
+        elif block.startswith("case "):  # of a match that is in a file of streamrl
             compile(f"def build():\n match name:\n{textwrap.indent(block, '  ')}", page, "exec")
         else:
             exec(compile(block, page, "exec"), names)
@@ -77,6 +80,19 @@ def test_the_tasks_of_the_page_are_tasks_by_their_path(tmp_path, name):
     share = TaskShare(name=f"{tmp_path}/mine.py:{name}")
     check_tasks([share], 1, "train", TaskConfig(scoring=ScoringConfig(processes=1)))
     assert build_task(share, 1, "train").prompt(0).index == 0
+
+
+def test_the_conversation_of_the_page_gives_hints_in_the_order_of_numbers():
+    (block,) = [block for block in blocks("tasks.md") if "class Guessing(" in block]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    task = object.__new__(names["Guessing"])
+
+    def hint(guess: str) -> str | None:
+        observed = asyncio.run(task.observation(task.prompt(10), [SimpleNamespace(text=guess)]))
+        return None if observed is None else observed[0]["content"]
+
+    assert [hint(guess) for guess in ("9", " 11 ", "10", "ten")] == ["higher", "lower", None, "A number, please."]
 
 
 def test_the_task_of_the_howto_asks_words_backwards(capsys):

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from streamrl import cli
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.journal import recorded_batches
+from tests.documented_commands import ROOT, blocks, commands
 from tests.foreign_environments import python_of
 from tests.harbor_tasks import write_task
 from tests.tasks.test_foreign import LETTERS, RECALL, openenv_server
@@ -20,10 +22,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 STEPS = 10
 LONGEST = 560.0  # seconds of a run
 LOAD_TIMEOUT = 200.0  # seconds
+PAGE = ROOT / "docs" / "environments.md"
 
 
-def train(run: Any, name: str, args: dict[str, Any], capsys: pytest.CaptureFixture[str], *overrides: str) -> set[str]:
-    """Train, and audit. Returns the names of the reward parts."""
+def train(
+    run: Any,
+    name: str,
+    args: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    *overrides: str,
+    turns: bool = True,
+) -> set[str]:
+    """Train, and audit. Returns the names of the reward parts. `turns`: something is said between those of an answer."""
     words = (f"task.name={name}", f"task.args={json.dumps(args)}", "generate.group_size=8", *overrides)
     process = run.start(*words).process
     output, _ = process.communicate(timeout=LONGEST)
@@ -40,8 +50,23 @@ def train(run: Any, name: str, args: dict[str, Any], capsys: pytest.CaptureFixtu
             parts |= set(sample.reward_parts)
             masked += int((~sample.loss_mask).sum())
             assert not np.asarray(sample.logprobs)[~sample.loss_mask].any()
-    assert masked > 0 or name == "harbor"
+    assert masked > 0 or not turns
     return parts
+
+
+@pytest.mark.parametrize("library", ["verifiers", "gymnasium"])
+def test_what_the_page_shows_trains_with_the_arguments_that_it_shows(make_run, capsys, tmp_path, library):
+    (block,) = [text for kind, text in blocks(PAGE) if kind == "python" and f"import {library}" in text]
+    name = block.splitlines()[0].removeprefix("# ")
+    (command,) = [each for each in commands(PAGE) if f"task.name={library}" in each.words]
+    (given,) = [word.removeprefix("task.args=") for word in command.words if word.startswith("task.args=")]
+    args = yaml.safe_load(given)
+    assert args["environment"].startswith(f"{name}:")
+    (tmp_path / name).write_text(block)
+    args |= {"python": str(python_of(library)), "environment": f"{tmp_path}/{args['environment']}"}
+    part = "repeated" if library == "verifiers" else "found"
+    parts = train(make_run(steps=STEPS), library, {**args, "start_timeout": LOAD_TIMEOUT}, capsys, turns=False)
+    assert part in parts
 
 
 def test_an_environment_of_verifiers_trains_and_every_promise_holds(make_run, capsys):
@@ -69,7 +94,7 @@ def test_harbor_tasks_train_and_every_promise_holds(make_run, tmp_path, capsys):
     for word in ("ab", "cd", "ef", "gh", "ac", "bd", "eg", "fh"):
         write_task(tmp_path / word, word)
     args = {"path": str(tmp_path), "commands": False, "answer": "answer.txt", "held_out": 0.2}
-    assert {"right", "turns"} <= train(make_run(steps=STEPS), "harbor", args, capsys)
+    assert {"right", "turns"} <= train(make_run(steps=STEPS), "harbor", args, capsys, turns=False)
 
 
 def test_a_task_that_needs_docker_is_refused_before_the_run_starts(make_run, tmp_path):

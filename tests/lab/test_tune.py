@@ -318,4 +318,4 @@ def test_a_configuration_is_calibrated_by_real_runs_tuned_and_trained(
     assert times == {path: path.stat().st_mtime for path in Path("runs/run-tune").rglob("metrics.jsonl")}
     assert "done before: calibration, few-in-flight" in capsys.readouterr().out
     assert cli.main(["train", "tuned.yaml"]) == 0
-    assert len(list(read_metrics(Path("runs/run")))) == 2
+    assert len(list(read_metrics(Path("runs/run-tuned")))) == 2

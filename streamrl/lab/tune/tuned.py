@@ -87,9 +87,9 @@ class Source:
 
     @property
     def given(self) -> list[str]:
-        """Overrides of a run with the choice, without those of the choice: a finished run gets another name."""
-        again = [] if self.run is None else [f"run.name={self.load().run.name}-tuned", *ALONE]
-        return [*again, *self.overrides]
+        """Overrides of a run with the choice, without those of the choice: it has a name of its own."""
+        alone = [] if self.run is None else ALONE
+        return [f"run.name={self.load().run.name}-tuned", *alone, *self.overrides]
 
     @property
     def words(self) -> list[str]:
