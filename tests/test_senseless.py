@@ -64,6 +64,15 @@ from tests.operations_table import GOES_ON, documented
             ["generate.request_timeout=60", "generate.stream_every=8", "evaluate.every=1"],
             "generate.request_timeout: 60 s, and an answer of an evaluation that takes longer is lost, before evaluate",
         ),
+        (
+            ["learner.as_served=true"],
+            "learner.as_served: log-probs are the servers' to the bit with generate.score=full_",
+        ),
+        (
+            ["learner.as_served=true", "generate.score=full_prefill", "model.dtype=bfloat16"],
+            "model.dtype=float32 and ranks that have the whole model; otherwise it only costs shared prompts",
+        ),
+        (["generate.score=full_prefill"], "generate.score: full_prefill computes each prompt once more, for a learner"),
         (["learner.ranks=128"], "learner.ranks: 128 hold 128 copies of the model, and an update has 64 samples"),
     ],
 )

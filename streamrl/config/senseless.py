@@ -39,6 +39,12 @@ def _moves_from_old(config: Config) -> bool:
     return several or learner.lora.dropout > 0 or not config.algo.chosen("proximal").scored
 
 
+def _is_as_served(config: Config) -> bool:
+    """Are the learner's log-probs those of its servers, as far as the configuration says?"""
+    whole = config.learner.layout.model_ranks == 1
+    return config.generate.score == "full_prefill" and config.model.dtype in ("float32", "auto") and whole
+
+
 def _weighs(config: Config) -> bool:
     """Does the importance weight do anything, where one is chosen?"""
     loss, weight = config.algo.chosen("loss"), config.algo.chosen("weight")
@@ -170,6 +176,16 @@ def _out_of_proportion(config: Config) -> Iterator[str]:
         yield (
             f"critic.warmup_steps: {config.critic.warmup_steps} is not over when the run is, run.steps="
             f"{config.run.steps}: the policy is never trained"
+        )
+    if learner.as_served and not _is_as_served(config):
+        yield (
+            "learner.as_served: log-probs are the servers' to the bit with generate.score=full_prefill, "
+            "model.dtype=float32 and ranks that have the whole model; otherwise it only costs shared prompts"
+        )
+    if config.generate.score == "full_prefill" and not learner.as_served:
+        yield (
+            "generate.score: full_prefill computes each prompt once more, for a learner with learner.as_served=true; "
+            "usual: prefill"
         )
     if replay.lease < LEASE_OF_HEARTBEATS * config.generate.heartbeat:
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
@@ -168,18 +169,18 @@ class EngineClient:
     ) -> PrefillScores:
         """The log-probs of the tokens from place `start` on, 1 at least, by one prefill. Raises EngineError.
 
+        What the server calls no number, null in its answer, is NaN.
         What the server has cached of the tokens before them is used if `cached`; else all is computed again.
         """
         body = _request(input_ids, {"temperature": 1.0, "max_new_tokens": 0}, request_id, options)
         first = start if cached else 1  # SGLang uses no cache of tokens whose log-probs it is asked for
         body["logprob_start_len"] = first - 1
         meta = self._decode(_PREFILL, "/generate", await self._post("/generate", body)).meta_info
-        logprobs = [entry[0] for entry in meta.input_token_logprobs[1:]]
-        known = [each for each in logprobs[start - first :] if each is not None]
-        if len(known) != len(input_ids) - start:
-            reason = f"{len(known)} log-probs of {len(input_ids) - start} tokens that it was given"
+        told = [entry[0] for entry in meta.input_token_logprobs[1:]][start - first :]
+        if len(told) != len(input_ids) - start:
+            reason = f"{len(told)} log-probs of {len(input_ids) - start} tokens that it was given"
             raise EngineError(self.address, "/generate", 200, reason)
-        return PrefillScores(known, meta.weight_version)
+        return PrefillScores([math.nan if each is None else each for each in told], meta.weight_version)
 
     async def abort(self, request_id: str = "", timeout: float | None = None) -> None:
         """End one request where it is, or all without an id; their answers come back with what they have."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,9 @@ class PrefillScoring:
             scores = await policy.score(ids, len(self._prompt), cached=self._cached)
         except EngineError as error:
             log.info("an answer keeps the log-probs of decode: %s", error)
+            return None
+        if not all(map(math.isfinite, scores.logprobs)):
+            log.warning("an answer keeps the log-probs of decode: a prefill gave some that are no number")
             return None
         return scores.logprobs if scores.version == version else None
 

@@ -94,6 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/servers", "servers", "servers compared since the last batch; what follows is of the furthest one"),
     Metric("mismatch/mean", "nats", "mean |log ratio| of learner and server, with the same weights on the same tokens"),
     Metric("mismatch/max", "nats", "largest |log ratio| of those tokens"),
+    Metric("mismatch/infinite", "share", "those of them with a finite log-prob on one side alone, in no other figure"),
     Metric("mismatch/equal", "share", "those of them whose log-probs are equal bit for bit"),
     Metric("mismatch/rounding", "nats", "mean |log ratio| of decode and prefill on the same server; bfloat16 only"),
     Metric("mismatch/limit", "nats", "what mismatch/mean should stay below, by that rounding"),

@@ -35,15 +35,18 @@ class Scores(NamedTuple):
 def mismatch_metrics(answers: Sequence[Scores], limits: Limits, rounding: Limits | None = None) -> dict[str, float]:
     """Metrics `mismatch/...` of one server; `limits` to which it is held, `rounding` that was measured of it.
 
-    A token without a finite log-prob on one side alone is infinitely far.
+    A token without a finite log-prob on one side alone is infinitely far: such tokens have a metric of their own, and
+    mean and maximum are of the others, where there are any.
     """
     differences = np.concatenate([_difference(answer.server, answer.learner) for answer in answers])
+    finite = differences[np.isfinite(differences)]
     metrics = {
-        "mismatch/mean": float(differences.mean()),
-        "mismatch/max": float(differences.max()),
+        "mismatch/infinite": 1 - len(finite) / len(differences),
         "mismatch/equal": float(np.mean(differences == 0)),
         "mismatch/limit": limits.mean,
     }
+    if len(finite):
+        metrics |= {"mismatch/mean": float(finite.mean()), "mismatch/max": float(finite.max())}
     if rounding is not None:
         metrics["mismatch/rounding"] = rounding.mean
     towards = Neighbours()
@@ -67,6 +70,8 @@ def has_other_weights(slope: float, error: float) -> bool:
 def excess(metrics: Mapping[str, float]) -> float:
     """By which servers are compared: above 1 one is further from the learner than it should be."""
     slope, error = metrics.get("mismatch/slope"), metrics.get("mismatch/slope_error")
+    if metrics.get("mismatch/infinite", 0.0) > 0:
+        return float("inf")
     if slope is not None and error is not None and has_other_weights(slope, error):
         return float("inf")
     return over(metrics.get("mismatch/mean", 0.0), metrics.get("mismatch/limit", float("inf")))

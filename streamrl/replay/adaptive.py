@@ -6,6 +6,7 @@ and is trained, so nothing is thrown away, and the proved bound stays that of al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from streamrl.config.replay import AdaptiveConfig
@@ -63,6 +64,11 @@ class AdaptiveBound:
     def metrics(self) -> dict[str, float]:
         """Nothing while the bound is not adaptive."""
         return {"staleness/admitted": self.staleness} if self._enabled else {}
+
+    @property
+    def lowered(self) -> int:
+        """Whole learner steps by which the admitted staleness is below the configured one."""
+        return math.floor(self._highest - self.staleness)
 
     def reason(self) -> str:
         """The moves since the last call, each with its reason; empty where there were none."""

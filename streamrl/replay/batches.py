@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.lives import Life
 from streamrl.replay.orders.base import Order
 from streamrl.replay.records import Consumed, Stored
@@ -25,9 +26,10 @@ class Batches:
         state: State,
         order: Order,
         gate: ReleaseGate,
-        reuse: Reuse,
         audit: Audit,
         *,
+        reuse: Reuse,
+        adaptive: AdaptiveBound,
         emit: Callable[[Consumed], None],
         drop: Callable[[Life, str], None],
     ) -> None:
@@ -39,6 +41,7 @@ class Batches:
         self._order = order
         self._gate = gate
         self._reuse = reuse
+        self._adaptive = adaptive
         self._audit = audit
         self._emit = emit
         self._drop = drop
@@ -66,7 +69,7 @@ class Batches:
         ids, reused = selected
         lives = [state.lives[group_id] for group_id in ids]
         batch = tuple([life.stored(step) for life in lives])
-        for life in lives:
+        for life in lives[: len(ids) - len(reused)]:
             if life.completed is not None:
                 self._audit.trained.add(life.completed)
         self._emit(Consumed(step=step, group_ids=ids, reused=reused))
@@ -74,13 +77,14 @@ class Batches:
         return batch
 
     def _select(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The groups of a step, and those of them that an earlier one had."""
+        """The groups of a step, and the last of them, which an earlier one had."""
         state = self._state
         for group_id in [i for i, oldest in state.completed.items() if self._order.over_age(step, oldest)]:
             self._audit.counts["over_age"] += 1
             self._drop(state.lives[group_id], f"too old for step {step}")
         fresh = state.floors.get(step + 1, 0) - state.below - len(state.above)  # what the bound needs: docs/bound.md
-        reused = state.reusable.select(step)[: self._order.groups_per_step - max(0, fresh)]
+        places = self._order.groups_per_step - max(0, fresh)
+        reused = state.reusable.select(step, self._adaptive.lowered)[: max(0, places)]
         fewer = (self._order.groups_per_step - len(reused),) if reused else ()
         ids = self._order.select(step, state.completed, state.below, state.above, *fewer)
         return None if ids is None else ((*ids, *reused), reused)

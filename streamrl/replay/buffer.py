@@ -100,7 +100,14 @@ class Buffer:
         self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
         self._audit = Audit()
         self._batches = Batches(
-            self._state, order, self.gate, reuse, self._audit, emit=self._emit, drop=self._regenerate
+            self._state,
+            order,
+            self.gate,
+            self._audit,
+            reuse=reuse,
+            adaptive=adaptive,
+            emit=self._emit,
+            drop=self._regenerate,
         )
 
     # -- what there is

@@ -43,11 +43,11 @@ class Reusable:
         if self.supply is not None:
             self.supply.counts = dict(counts)
 
-    def select(self, step: int) -> tuple[int, ...]:
-        """The groups that `step` trains again."""
+    def select(self, step: int, lowered: int = 0) -> tuple[int, ...]:
+        """The groups that `step` trains again, where the admitted staleness is so many steps `lowered`."""
         able = [life for i in self._measured if (life := self._lives.get(i)) and self._reuse.possible(life, step)]
         self._measured = {life.group_id: None for life in able}  # steps that are taken back: `index`
-        return self._reuse.select(step, able)
+        return self._reuse.select(step, able, lowered)
 
     def lacks(self, step: int, group_ids: Sequence[int], ess: Sequence[float | None]) -> bool:
         """Are these effective sample sizes of a consumed step's groups news?"""

@@ -349,6 +349,7 @@ class State:
         self.cursors = {task: quota * step for task, quota in self._shares.quotas.items()}
         self.history = {0: 0} if step == 0 else {}
         self.reusable.load({})
+        self.floors = {}
         self._count_settled()
         if ledger is not None:
             self._settle(ledger)

@@ -33,7 +33,7 @@ def train(
     *overrides: str,
     turns: bool = True,
 ) -> set[str]:
-    """Train, and audit. Returns the names of the reward parts. `turns`: something is said between those of an answer."""
+    """Train, and audit. Returns the names of the reward parts. `turns`: an answer has several of them."""
     words = (f"task.name={name}", f"task.args={json.dumps(args)}", "generate.group_size=8", *overrides)
     process = run.start(*words).process
     output, _ = process.communicate(timeout=LONGEST)

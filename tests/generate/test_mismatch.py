@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,25 @@ class Broken:
         raise ValueError("no such sampling")
 
 
+def measured_by(policy: Broken, config: Config, events: Path) -> list[Message]:
+    """What is sent of one answer."""
+    answer = ScoredAnswer(ids=[*PROMPT, 5, 6], prompt=len(PROMPT), trained=[0, 1], logprobs=[-1, -1], former=[-1, -2])
+    sent: list[Message] = []
+
+    async def send(message: Message) -> bool:
+        sent.append(message)
+        return True
+
+    async def run() -> None:
+        with contextlib.closing(EventLog(events, "generator-0")) as log:
+            meter = MismatchMeter(config, log, send)
+            meter.begin(Publish(server="server-0", version=VERSION, manifest={}, scored=(answer,)), policy)
+            await meter._task
+
+    asyncio.run(run())
+    return sent
+
+
 @pytest.mark.parametrize(
     ("scores", "failed", "said"),
     [(False, "ValueError: no such place", "mismatch"), (True, None, "rounding")],
@@ -131,26 +151,29 @@ class Broken:
 def test_a_measurement_that_meets_a_defect_tells_it(
     scores: bool, failed: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    answer = ScoredAnswer(ids=[*PROMPT, 5, 6], prompt=len(PROMPT), trained=[0, 1], logprobs=[-1, -1], former=[-1, -2])
     config = Config.model_validate({"model": {"dtype": "bfloat16"}})
-    sent: list[Message] = []
-
-    async def send(message: Message) -> bool:
-        sent.append(message)
-        return True
-
-    async def run() -> None:
-        with contextlib.closing(EventLog(tmp_path / "e.jsonl", "generator-0")) as log:
-            meter = MismatchMeter(config, log, send)
-            publish = Publish(server="server-0", version=VERSION, manifest={}, scored=(answer,))
-            meter.begin(publish, Broken(scores=scores))
-            await meter._task
-
-    asyncio.run(run())
+    sent = measured_by(Broken(scores=scores), config, tmp_path / "e.jsonl")
     (told,) = [event for event in read_events(tmp_path / "e.jsonl") if event.get("phase") == "end"]
     assert (told.get("failed"), len(sent)) == (failed, scores)
     (line,) = [record.getMessage() for record in caplog.records if record.exc_info]
     assert line.startswith(f"the {said} of server-0")
+
+
+class NoNumbers(Broken):
+    """A server whose weights are no numbers."""
+
+    async def score(self, ids: Sequence[int], start: int) -> PrefillScores:
+        return PrefillScores([math.nan] * (len(ids) - start), str(VERSION))
+
+
+def test_a_server_whose_log_probs_are_no_numbers_is_told_as_infinitely_far(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    sent = measured_by(NoNumbers(scores=True), Config(), tmp_path / "e.jsonl")
+    assert sent[0].metrics["mismatch/infinite"] == 1
+    assert math.isinf(excess(sent[0].metrics))
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("server-0 is too far from the learner")
 
 
 def test_where_bfloat16_is_asked_for_the_limit_is_that_of_decode_and_prefill_once_enough_tokens_are_drawn(

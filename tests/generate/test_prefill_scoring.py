@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Awaitable, Hashable, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from streamrl.config import Config
@@ -185,6 +187,20 @@ def test_an_answer_whose_prefill_fails_keeps_the_log_probs_of_decode(fresh_serve
 
     answers, _ = answers_of(fresh_server.address, Lost)
     assert [len(logprobs(answer)) for answer in answers] == [24] * 4
+    assert not any(answer.meta_info.by_prefill for answer in answers)
+
+
+def test_an_answer_whose_prefill_is_no_number_keeps_the_log_probs_of_decode(fresh_server):
+    class Nulls(Client):
+        async def _post(self, path: str, body: Any, timeout: float | None = None) -> bytes:
+            content = msgspec.json.decode(await super()._post(path, body, timeout))
+            if "input_token_logprobs" in content["meta_info"]:
+                content["meta_info"]["input_token_logprobs"][-1][0] = None  # SGLang's JSON for what is no number
+            return msgspec.json.encode(content)
+
+    answers, client = answers_of(fresh_server.address, Nulls, n=1)
+    assert all(math.isnan(logprobs[-1]) for logprobs in client.prefilled.values())
+    assert len(client.prefilled) == 1
     assert not any(answer.meta_info.by_prefill for answer in answers)
 
 

@@ -7,11 +7,12 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config import Config
+from streamrl.lab.audit.command import check_differences
 from streamrl.lab.audit.findings import Findings
 from streamrl.lab.audit.history import History
 from streamrl.lab.audit.reuse import Sizes
 from streamrl.learner.batch_metrics import batch_metrics
-from streamrl.observe.limits import LIMITS, limits_of
+from streamrl.observe.limits import LIMITS, Limits, derived, limits_of
 from streamrl.replay.orders import make_order
 from streamrl.replay.records import Began, Consumed, Lost, Measured
 from streamrl.types import Batch, Group, PolicyVersion
@@ -29,7 +30,9 @@ def config_of(**replay) -> Config:
 
 @pytest.fixture
 def check(make_group):
-    """`check(config, [(step, [group or id, ...]), ...], versions)`: the findings of a history."""
+    """`check(config, [(step, [group or id, ...], [id that is marked as reused, ...]), ...], versions)`: the findings of
+    a history.
+    """
 
     def group_of(given: int | Group, step: int) -> Group:
         return given if isinstance(given, Group) else make_group(given, version=PolicyVersion(max(0, step - 1)))
@@ -39,8 +42,8 @@ def check(make_group):
     ) -> Findings:
         findings = Findings(bound=make_order(config.replay).worst_staleness)
         checked = History(config, versions or {})
-        for step, groups in history:
-            batch = Batch(step=step, groups=tuple(group_of(group, step) for group in groups))
+        for step, groups, *reused in history:
+            batch = Batch(step=step, groups=tuple(group_of(group, step) for group in groups), reused=frozenset(*reused))
             checked.check(batch, findings, handed_out=step == reached)
         return findings
 
@@ -196,6 +199,48 @@ def test_a_journal_that_keeps_what_a_resume_needs_is_checked_from_where_it_begin
     findings = check(config_of(keep="resume"), [(7, [14, 15]), (8, [16, 17])])
     assert (findings.problems, findings.first, findings.batches) == ([], 7, 2)
     assert check(config_of(), [(7, [14, 15])]).problems[0] == "batch of step 7 where step 0 was due"
+
+
+def test_a_group_that_was_trained_before_the_journal_begins_counts_as_trained_again(check, make_group):
+    config, old = config_of(keep="resume", reuse=2, reuse_max_age=3), make_group(9, version=PolicyVersion(4))
+    found = check(config, [(7, [14, old], [9]), (8, [16, 14], [14])])
+    assert (found.problems, found.first, found.reused, found.uses) == ([], 7, 2, 2)
+    assert (
+        check(config, [(7, [14, old], [9]), (8, [16, old], [9])]).problems
+        == [
+            "step 8 trained tokens 4 steps old; the bound is 3",
+            "step 8 trained group 9 a third time; replay.reuse=2",
+        ][::-1]
+    )
+    assert check(config, [(7, [14, old])]).problems == ["step 7 trained tokens 3 steps old; the bound is 2"]
+    whole = [(0, [0, 1]), (1, [2, make_group(3, version=PolicyVersion(0))], [3])]
+    assert check(config_of(reuse=2), whole).reused == 0  # a mark alone makes no use
+
+
+def test_uses_in_batches_that_are_gone_count_by_their_records():
+    sizes = Sizes(config_of(reuse=2).replay, whole=False)
+    told = Measured(step=3, ess=(1.0, 1.0)), Measured(step=4, ess=(1.0, 1.0))
+    records = [consumed(3, 6, 1, reused=(1,)), told[0], consumed(4, 8, 6, reused=(6,)), told[1]]
+    assert [problem for record in records for problem in sizes.add(record)] == []
+    assert list(sizes.add(consumed(5, 10, 6, reused=(6,)))) == ["step 5 trained group 6 a third time; replay.reuse=2"]
+    assert list(sizes.add(consumed(5, 10, 1, reused=(1,)))) == ["step 5 trained group 1 a third time; replay.reuse=2"]
+
+
+def test_a_few_tokens_of_many_may_be_beyond_the_largest_rounding_of_a_sample_but_none_infinitely():
+    sample = derived(LIMITS["bfloat16"], Limits(0.1, 0.05, 0.01), None)
+    given = derived(LIMITS["bfloat16"], Limits(0.1, 0.05, 0.01), 0.3)
+    for limits, far, count, wrong in (
+        (sample, 0.5, 2, False),
+        (sample, 0.5, 3, True),
+        (sample, np.inf, 1, True),
+        (given, 0.5, 1, True),
+        (LIMITS["float32"], 0.5, 1, True),
+    ):
+        differences = np.zeros(20_000)
+        differences[:count] = far
+        findings = Findings(differences=[differences])
+        check_differences(findings, limits)
+        assert bool(findings.problems) == wrong, (far, count)
 
 
 def test_a_batch_that_was_handed_out_when_the_run_was_ended_is_checked_but_counts_as_untrained(check):

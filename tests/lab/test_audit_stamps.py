@@ -20,6 +20,7 @@ from launch import tiny_model
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
+from streamrl.lab.audit import versions
 from streamrl.lab.audit.command import audit
 from streamrl.lab.audit.findings import Findings
 from streamrl.observe.limits import LIMITS
@@ -164,6 +165,11 @@ def test_a_run_in_bfloat16_is_held_to_a_few_times_its_own_rounding(audited):
     assert findings.limits.mean < LIMITS["bfloat16"].mean / 2
     differences = np.concatenate(findings.differences)
     assert differences.mean() > findings.limits.mean / 10, "the limits are not far from what is seen"
+
+
+def test_the_rounding_of_a_run_is_measured_on_all_of_its_versions(audited, monkeypatch):
+    monkeypatch.setattr(versions, "ROUNDED", STEPS * TOKENS)
+    assert [len(of_sample) for of_sample in audited(0).rounded] == [TOKENS] * STEPS
 
 
 def test_stamps_that_are_off_by_one_step_are_beyond_the_run_s_own_limits_although_the_old_ones_pass_each_token(audited):

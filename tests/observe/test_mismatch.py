@@ -64,7 +64,16 @@ def test_a_token_that_one_side_alone_calls_impossible_is_infinitely_far() -> Non
     one = Scores(np.array([-1.0, -np.inf]), np.array([-1.0, -np.inf]), np.array([-1.0, -np.inf]))
     assert mismatch_metrics([one], LIMITS)["mismatch/max"] == 0
     other = one._replace(learner=np.array([-1.0, -2.0]))
-    assert math.isinf(mismatch_metrics([other], LIMITS)["mismatch/max"])
+    for far in (other, one._replace(server=np.array([-1.0, np.nan]), learner=np.array([-1.0, -2.0]))):
+        metrics = mismatch_metrics([far], LIMITS)
+        assert (metrics["mismatch/infinite"], metrics["mismatch/mean"], metrics["mismatch/max"]) == (0.5, 0, 0)
+        assert math.isinf(excess(metrics))
+    none = Scores(*[np.array([value] * 2) for value in (np.nan, -1.0, -1.0)])
+    assert mismatch_metrics([none], LIMITS) == {
+        "mismatch/infinite": 1,
+        "mismatch/equal": 0,
+        "mismatch/limit": LIMITS.mean,
+    }
 
 
 def test_what_is_told_are_metrics_of_the_table() -> None:

@@ -184,6 +184,41 @@ def test_a_group_is_trained_three_times_while_it_is_young_enough() -> None:
     assert uses == {1: [True, True, False, False], 2: [True, True, True, False]}
 
 
+def test_what_is_trained_again_is_as_much_younger_as_an_adaptive_bound_is_lowered() -> None:
+    adaptive = {"enabled": True, "patience": 1}
+    buffer = buffer_of(max_staleness=6, reuse=4, adaptive=adaptive)
+    sizes = [1.0, 1.0, 0.0, 0.0]
+    assert train(buffer, 0, sizes)[:2] == [0, 1]
+    assert train(buffer, 1, 0.0)[2:] == [0, 1]  # 1 step old
+    buffer.measured(1, [0.0, 0.0, 1.0, 1.0])
+    buffer.adaptive._admit(1.0)
+    assert buffer.adaptive.lowered == 5
+    assert not {0, 1} & set(train(buffer, 2, 0.0))  # 2 steps old
+    buffer.adaptive._admit(6.0)
+    assert {0, 1} <= set(train(buffer, 3, 0.0))
+
+
+def test_the_audit_of_selection_counts_a_group_at_its_first_step() -> None:
+    buffer = buffer_of()
+    counts = []
+    for step in range(3):
+        train(buffer, step)
+        counts.append(buffer.selection_metrics()["selection/trained/groups"])
+    assert counts == [4, 2, 2]
+
+
+def test_what_a_run_owes_to_tickets_ends_with_its_history() -> None:
+    buffer = buffer_of()
+    for step in range(4):
+        train(buffer, step)
+    buffer.lose(2, [0])
+    assert buffer._state.floors
+    buffer.begin(PolicyVersion(4, 1))
+    buffer.saved(4)
+    buffer.begin(PolicyVersion(1, 2))
+    assert buffer._state.floors == {}
+
+
 def test_a_recovered_buffer_goes_on_with_the_same_batches() -> None:
     buffer, recovered, from_snapshot = buffer_of(), buffer_of(), buffer_of()
     journal = written(buffer)

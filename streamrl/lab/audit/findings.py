@@ -20,6 +20,7 @@ class Findings:
     groups: int = 0
     quarantined: int = 0  # of them: neither lost nor trained
     reused: int = 0  # of them: an earlier step had them (`replay.reuse`)
+    uses: int = 0  # most of one group, as far as the journal goes back
     trained: int = 0  # tokens
     audited: int = 0  # exact tokens whose log-prob was computed again
     staleness: int = 0  # largest, in learner steps

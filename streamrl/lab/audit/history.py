@@ -32,13 +32,14 @@ class History:
         """
         if findings.batches == 0 and self._config.journal.keep != "all":
             findings.first = batch.step  # what was before it has been deleted
+        whole = findings.first == 0
         if batch.step != (due := findings.first + findings.batches):
             findings.problems.append(f"batch of step {batch.step} where step {due} was due")
         if len(batch.groups) != self._config.replay.groups_per_step:
             findings.problems.append(f"step {batch.step} trained {len(batch.groups)} groups")
-        findings.problems += [f"step {batch.step} trained {problem}" for problem in self.uses.begin(batch)]
+        findings.problems += [f"step {batch.step} trained {problem}" for problem in self.uses.begin(batch, whole=whole)]
         for group in batch.groups:
-            problems = self._problems(group, from_the_start=findings.first == 0)
+            problems = self._problems(group, from_the_start=whole)
             findings.problems += [f"step {batch.step} trained {problem}" for problem in problems]
             self._add(group)
         self._check_ages(batch, findings)
@@ -49,6 +50,7 @@ class History:
         findings.groups += len(batch.groups)
         findings.quarantined += len(batch.quarantined)
         findings.reused += len(self.uses.again)
+        findings.uses = self.uses.most
         findings.trained += sum(group.trained_tokens for group in batch.groups)
         findings.inexact += sum(inexact_tokens(sample) for sample in batch.samples)
         findings.staleness = max(findings.staleness, largest_age(batch))
@@ -80,7 +82,7 @@ class History:
         further.
         """
         spans = [span for sample in batch.samples for span in sample.spans]
-        ages = list(self.uses.ages(batch, whole=findings.first == 0))
+        ages = list(self.uses.ages(batch))
         oldest, bound = max((each for each in ages if each[1] is not None and each[0] > each[1]), default=(0, None))
         if bound is not None:
             findings.problems.append(f"step {batch.step} trained tokens {oldest} steps old; the bound is {bound}")

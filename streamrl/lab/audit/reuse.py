@@ -21,13 +21,26 @@ class Uses:
         self._bound = bound
         self._uses: dict[int, tuple[int, int]] = {}  # group id: attempt, number of steps that had it
         self.again: frozenset[int] = frozenset()  # groups of the present batch that an earlier one had
+        self.seen: frozenset[int] = frozenset()  # those of them whose earlier batch the history has
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._uses
 
-    def begin(self, batch: Batch) -> Iterator[str]:
-        """The next batch. Yields what is wrong with its groups as parts of one batch."""
+    @property
+    def most(self) -> int:
+        """Uses of the group that has most."""
+        return max((uses for _, uses in self._uses.values()), default=0)
+
+    def begin(self, batch: Batch, *, whole: bool) -> Iterator[str]:
+        """The next batch. Yields what is wrong with its groups as parts of one batch.
+
+        `whole`: the history is; otherwise a group that the journal says to be trained again was so once before it.
+        """
         ids = Counter(group.group_id for group in batch.groups)
+        self.seen = frozenset(group_id for group_id in ids if group_id in self._uses)
+        if not whole:
+            before = (group for group in batch.groups if group.group_id in batch.reused - self.seen)
+            self._uses |= {group.group_id: (group.attempt, 1) for group in before}
         self.again = frozenset(group_id for group_id in ids if group_id in self._uses)
         if double := sorted(group_id for group_id, count in ids.items() if count > 1):
             yield f"group {double[0]} twice in one batch"
@@ -39,7 +52,7 @@ class Uses:
         """What is wrong with training this group, which an earlier step had, once more."""
         name, most, (attempt, uses) = f"group {group.group_id}", self._replay.reuse, self._uses[group.group_id]
         if uses >= most:
-            yield f"{name} {_nth(uses + 1)} time" + (f"; replay.reuse={most}" if most > 1 else "")
+            yield _too_often(group.group_id, uses + 1, most)
         if attempt != group.attempt:
             yield f"attempt {group.attempt} of {name}, which was trained as attempt {attempt} before"
 
@@ -48,20 +61,12 @@ class Uses:
         _, uses = self._uses.get(group.group_id, (0, 0))
         self._uses[group.group_id] = group.attempt, uses + 1
 
-    def ages(self, batch: Batch, *, whole: bool) -> Iterator[tuple[int, int | None]]:
-        """Age of the oldest token of each group, in learner steps, and what bounds it.
-
-        `whole`: the history is; otherwise each group may have been trained before.
-        """
-        may_be_again, again = self._replay.reuse > 1, self._replay.reuse_bound
+    def ages(self, batch: Batch) -> Iterator[tuple[int, int | None]]:
+        """Age of the oldest token of each group, in learner steps, and what bounds it."""
         for group in batch.groups:
-            bound = self._bound
-            if group.group_id in self.again and may_be_again:
-                bound = again
-            elif bound is not None and may_be_again and not whole:
-                bound = max(bound, again)
+            is_again = group.group_id in self.again and self._replay.reuse > 1
             if (oldest := group.oldest) is not None:
-                yield batch.step - oldest.step, bound
+                yield batch.step - oldest.step, self._replay.reuse_bound if is_again else self._bound
 
 
 class Sizes:
@@ -73,7 +78,9 @@ class Sizes:
     def __init__(self, replay: ReplayConfig, *, whole: bool = True) -> None:
         """`whole`: the journal has every step; otherwise a group may have been trained before it begins."""
         self._least = replay.reuse_min_ess
+        self._most = replay.reuse
         self._whole = whole
+        self._before: set[int] = set()  # groups that a step before the journal had, too
         self._steps: dict[int, tuple[int, ...]] = {}  # of the surviving history: their groups
         self._uses: dict[int, list[int]] = {}  # group id: these steps that had it
         self._told: dict[int, float | None] = {}  # group id: its size at the last of them, None for an unknown one
@@ -96,6 +103,11 @@ class Sizes:
 
     def _problems(self, step: int, group_ids: tuple[int, ...], reused: Set[int]) -> Iterator[str]:
         again = {group_id for group_id in group_ids if group_id in self._uses}
+        if not self._whole:  # batches that are gone count here alone
+            self._before |= reused - again
+            for group_id in sorted(again):
+                if (uses := len(self._uses[group_id]) + (group_id in self._before) + 1) > self._most:
+                    yield f"step {step} trained {_too_often(group_id, uses, self._most)}"
         for group_id in sorted(again):
             if (ess := self._told[group_id]) is None or ess < self._least:
                 yield f"step {step} trained group {group_id} again, effective sample size {ess}"
@@ -120,6 +132,10 @@ def unmeasured(folder: Path, replay: ReplayConfig, *, whole: bool) -> Iterator[s
     sizes = Sizes(replay, whole=whole)
     for entry in read_journal(folder):
         yield from sizes.add(entry.record)
+
+
+def _too_often(group_id: int, uses: int, most: int) -> str:
+    return f"group {group_id} {_nth(uses)} time" + (f"; replay.reuse={most}" if most > 1 else "")
 
 
 def _nth(number: int) -> str:

@@ -20,7 +20,7 @@ from streamrl.observe.stamps import spread_over
 from streamrl.types import PolicyVersion
 
 NEIGHBOURS = 1024  # tokens of a version that are scored with the weights beside it
-ROUNDED = 2048  # tokens of a run whose rounding is measured
+ROUNDED = 2048  # tokens of a run whose rounding is measured, about, as many of each version
 
 
 def check_versions(
@@ -32,7 +32,7 @@ def check_versions(
     """Compare what was recorded of `tokens`, by their stamps, with the kept weights; and whether all are kept."""
     settings = AutoConfig.from_pretrained(config.model.path)
     stamped = sorted(tokens.keys() & kept.keys())
-    scorer = _Scorer(tokens, config, findings)
+    scorer = _Scorer(tokens, config, findings, ROUNDED // max(1, len(stamped)))
     beside = _beside(sorted(kept), stamped)
     with Bar("log-probs", "tokens", sum(span.tokens for version in stamped for span in tokens[version])) as bar:
         for number, version in enumerate(sorted({*stamped, *beside}), 1):
@@ -67,8 +67,12 @@ def _beside(
 class _Scorer:
     """Scores all tokens of a version by its own weights, and a few of them by others."""
 
-    def __init__(self, tokens: Mapping[PolicyVersion, Sequence[Stamped]], config: Config, findings: Findings) -> None:
+    def __init__(
+        self, tokens: Mapping[PolicyVersion, Sequence[Stamped]], config: Config, findings: Findings, rounded: int
+    ) -> None:
+        """`rounded`: tokens of a version whose rounding is measured, about."""
         self._tokens = tokens
+        self._rounded = rounded
         self._base = config.model.path
         self._findings = findings
         # Of the few tokens of a version, by span: by its own weights, and by those beside it until both are known.
@@ -95,11 +99,15 @@ class _Scorer:
         self._compare(version)
 
     def round(self, version: PolicyVersion, model: PreTrainedModel) -> None:
-        """Measure how far bfloat16 takes a few of them from what float32 computes. Leaves the model in bfloat16."""
-        if sum(map(len, self._findings.rounded)) < ROUNDED:
-            half = nn.Module.to(model, torch.bfloat16)
-            rounded = self._few(version, half)
-            self._findings.rounded += [np.abs(a - b) for a, b in zip(rounded, self._own[version], strict=True)]
+        """Measure how far bfloat16 takes some of these from what float32 computes. Leaves the model in bfloat16."""
+        spans = in_order(self._spans(version))
+        if not spans:
+            return
+        places = spread_over([span.tokens for span in spans], self._rounded)
+        half = nn.Module.to(model, torch.bfloat16)
+        rounded = (computed for _, _, computed in scored(half, [spans[place] for place in places], self._base))
+        own = (self._own[version][place] for place in places)
+        self._findings.rounded += [np.abs(a - b) for a, b in zip(rounded, own, strict=True)]
 
     def _few(self, version: PolicyVersion, model: PreTrainedModel) -> list[np.ndarray]:
         return [computed for _, _, computed in scored(model, self._spans(version), self._base)]
