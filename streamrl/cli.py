@@ -221,7 +221,7 @@ def _add_simulate(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="run N settings for real and compare (default: 6)",
     )
-    simulate.add_argument("--steps", type=flags.count, default=30, help="learner steps of each real run (default: 30)")
+    simulate.add_argument("--steps", type=flags.count, help="--validate: learner steps of each real run (default: 30)")
     simulate.add_argument("--fleet", type=Path, metavar="FILE", help="plan fleets from the figures in a YAML file")
     simulate.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
 

@@ -191,6 +191,8 @@ def simulate(options: argparse.Namespace) -> int:
 
         overrides = ([options.run] if options.run is not None else []) + options.override
         return command.main_fleet(options.fleet, overrides, options.json)
+    if options.steps is not None and options.validate is None:
+        raise ConfigError(f"--steps: {options.steps} is of the runs of --validate; allowed: with it, or run.steps=N")
     if options.run is None:
         raise ConfigError("simulate takes either RUN [key=value ...] or --fleet FILE; allowed: one of the two")
     from streamrl.lab.simulate import command
@@ -198,7 +200,8 @@ def simulate(options: argparse.Namespace) -> int:
     run = Path(options.run)
     if options.validate is not None:
         config = run if run.is_file() else recorded_run(run) / RECORD
-        return command.main_validate(config, options.override, options.validate, options.steps, options.json)
+        steps = 30 if options.steps is None else options.steps
+        return command.main_validate(config, options.override, options.validate, steps, options.json)
     run_folder = answered_run(run)
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 

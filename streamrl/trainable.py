@@ -63,7 +63,9 @@ def answer_length(sample: Sample) -> int | None:
 
 
 def _is_finite(sample: Sample) -> bool:
-    """Every trained token has a finite log-prob: one that has not makes the loss of its whole step worthless."""
+    """Every trained token has a finite log-prob. A loss would leave out one that has not (`tokens/dropped`), but a
+    server that says so of a token that it drew does not compute what it should: the group is generated again.
+    """
     if math.isfinite(sample.logprobs.sum(dtype=np.float64)):  # the usual case, and much the cheaper one
         return True
     return bool(np.isfinite(sample.logprobs[sample.loss_mask]).all())

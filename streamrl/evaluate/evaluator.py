@@ -188,6 +188,11 @@ async def evaluate(
     counts = {share.key: config.evaluate.count(share, fitting_size(tasks[share.key])) for share in shares}
     walk = Walk(config.evaluate, tasks, counts, handles, version, report=report)
     await walk.run()
+    unasked = {name: counts[name] - len(questions) for name, questions in walk.questions.items()}
+    if not walk.complete:
+        left = ", ".join(f"{count} of {name}" for name, count in unasked.items() if count)
+        log.warning("evaluate.timeout: %g s are over; not asked: %s", config.evaluate.timeout, left)
+    each = config.evaluate.samples + config.evaluate.greedy
     sampling = config.evaluate.sampling(config.generate.sampling)
     evaluation = Evaluation(
         label=label,
@@ -198,7 +203,10 @@ async def evaluate(
         temperature=sampling.temperature,
         max_new_tokens=sampling.max_new_tokens,
         complete=walk.complete,
-        tasks={name: figures(questions, config.evaluate.ks) for name, questions in walk.questions.items()},
+        tasks={
+            name: figures(questions, config.evaluate.ks, unasked[name], each)
+            for name, questions in walk.questions.items()
+        },
     )
     return evaluation, walk.questions
 

@@ -79,11 +79,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def figures(questions: Sequence[Question], ks: Sequence[int]) -> TaskFigures:
-    """The figures of one task from its questions."""
-    asked = sum(question.asked for question in questions)
-    missing = sum(question.missing for question in questions)
+def figures(questions: Sequence[Question], ks: Sequence[int], unasked: int = 0, each: int = 0) -> TaskFigures:
+    """The figures of one task from its questions; `unasked` prompts had no time, with `each` so many answers."""
+    missing = sum(question.missing for question in questions) + unasked * each
+    asked = sum(question.asked for question in questions) + unasked * each
     reasons = dict.fromkeys(reason for question in questions for reason in question.reasons)
+    if unasked:
+        reasons = {f"{unasked} prompts were not asked within evaluate.timeout": None, **reasons}
     return TaskFigures(
         prompts=len(questions),
         answers=asked - missing,

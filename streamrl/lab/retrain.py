@@ -31,9 +31,10 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.preflight.lengths import check_lengths
 from streamrl.preflight.prompts import Longest
-from streamrl.recorded.journal import batches
+from streamrl.recorded.journal import batches, has_begin
 from streamrl.recorded.weights import kept_versions, tensors
 from streamrl.torchrun import torchrun
+from streamrl.types import PolicyVersion
 
 # Keys that `--set` may change: they say what is done with the data. All others say how it came about.
 FREE = ("algo.", "critic.", "learner.", "checkpoint.", "observe.", "run.placement")
@@ -79,6 +80,8 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
         for key in changed:
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
     count = _steps(run_folder, config.run.steps if steps is None else min(steps, config.run.steps))
+    if steps is not None and count < steps and os.environ.get("RANK", "0") == "0":
+        print(f"  --steps: {steps}, of which the run has {count}")
     with Bar("retrain", "steps", count) as bar:
         trainer = run_recorded(config, output, bar.over(islice(batches(run_folder), count or steps)))
     try:
@@ -116,6 +119,11 @@ def _lacking(run_folder: Path, trained: int, count: int) -> int:
 def _check(run_folder: Path, recorded: Config, config: Config, changed: Sequence[str]) -> None:
     if config.journal.keep != "all":
         raise ConfigError(f"journal.keep: {config.journal.keep} has not kept every group of {run_folder}; allowed: all")
+    if not has_begin(run_folder):
+        raise ConfigError(
+            f"journal.keep: all, but the first groups of {run_folder} were deleted before it was; allowed: a run with "
+            "journal.keep=all from its first step"
+        )
     for key in changed:
         if not key.startswith(FREE):
             raise ConfigError(
@@ -137,6 +145,12 @@ def _report(run_folder: Path, output: Path, step: int, weights: dict[str, torch.
         print(f"  {run_folder} kept no weights of step {step} to compare with")
         return 0
     print(f"  equal to the run's weights of step {step}: {different or 'bit for bit'}")
+    starts = {PolicyVersion.parse(row["version"]).incarnation for row in read_metrics(run_folder)}
+    if different and len(starts) > 1:
+        print(
+            f"  the run was started {len(starts)} times: where a start had other keys of {' '.join(ROUNDING)}, "
+            "sums were taken in another order, and weights differ in bits"
+        )
     return 1 if different else 0
 
 

@@ -21,7 +21,7 @@ from streamrl.config import Config
 from streamrl.config.refused import ConfigError, Refusals
 from streamrl.config.words import as_text
 from streamrl.learner.annotations import converted, fits, words
-from streamrl.learner.megatron_owned import owner
+from streamrl.learner.megatron_owned import is_free, owner
 
 KEY = "learner.megatron"
 
@@ -52,6 +52,8 @@ def check(config: Config) -> None:
             refusals.add(f"{KEY}.{name}: {reason}")
         elif known and name not in known:
             refusals.add(_unknown(name, value, known))
+        elif known and not is_free(name):
+            refusals.add(f"{KEY}.{name}: streamrl does not know what it changes; allowed: no value")
         elif known and (line := _wrong(name, value, known[name])) is not None:
             refusals.add(line)
         elif known and config.learner.layout.fully_sharded and known[name].keys() == {"DistributedDataParallelConfig"}:
@@ -122,7 +124,7 @@ def _fields(file: Path, name: str) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _unknown(name: str, value: Any, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, [each for each in known if owner(each) is None], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, [each for each in known if is_free(each)], n=1, cutoff=0.5)
     hint = f"; nearest known key: {KEY}.{near[0]}" if near else ""
     version = metadata.version("megatron-core")
     return (

@@ -1,6 +1,8 @@
-"""Megatron-Core's fields that streamrl sets itself, and what sets each: a key, the model, or nothing else. Pure.
+"""Megatron-Core's fields, and who sets each: a key, the model, streamrl alone, nobody, or `learner.megatron`. Pure.
 
-`learner.megatron` takes the others. What is set here and may be set otherwise, too, is in `DEFAULTS`.
+Each field of the installed release is in one of the tables: one that a later release adds is refused until it is known
+what it changes. `learner.megatron` may say how something is computed, not what: the policy, its loss and their
+gradient stay those of the configuration, whatever is packed beside what.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ KEYS: dict[str, str] = {
     "expert_tensor_parallel_size": "learner.layout.expert_tensor",
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model.dtype"),
     **dict.fromkeys(
-        ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"), "learner.recompute"
+        (
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+            "moe_layer_recompute",
+        ),
+        "learner.recompute",
     ),
     "gradient_accumulation_fusion": "learner.gradient_accumulation_fusion",
     "moe_permute_fusion": "learner.moe_permute_fusion",
@@ -94,6 +103,7 @@ MODEL = frozenset(
         "moe_router_topk_scaling_factor",
         "moe_router_num_groups",
         "moe_router_group_topk",
+        "moe_router_topk_limited_devices",
         "moe_router_enable_expert_bias",
         "moe_shared_expert_intermediate_size",
         "moe_shared_expert_gate",
@@ -105,6 +115,10 @@ MODEL = frozenset(
         "mamba_num_groups",
         "mamba_num_heads",
         "heterogeneous_block_specs",
+        "dsa_indexer_n_heads",
+        "dsa_indexer_head_dim",
+        "dsa_indexer_topk",
+        "dsa_indexer_use_sparse_loss",
     ]
 )
 
@@ -131,6 +145,37 @@ FIXED = frozenset(
         "moe_router_bias_update_rate",
         "moe_aux_loss_coeff",
         "moe_router_force_load_balancing",
+        # A sum over the tokens of all rows, pads and prompts among them, which Megatron's own loop divides.
+        "moe_z_loss_coeff",
+        "dsa_indexer_loss_coeff",
+        # The log-prob of a token would depend on what is packed beside it, or on a draw.
+        "moe_token_dropping",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_input_jitter_eps",
+        "test_mode",
+        # Gradients would be divided by a scale with which no loss was multiplied.
+        "loss_scale",
+        "initial_loss_scale",
+        "min_loss_scale",
+        "loss_scale_window",
+        "hysteresis",
+        # Layers on other stages than the checkpoints and the export look for them.
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "mtp_standalone",
+        "hetereogenous_dist_checkpoint",
+        # A schedule of another kind than that of the learner's passes.
+        "overlap_moe_expert_parallel_comm",
+        "ep_overlap_early_attn_memory_release",
+        "delay_wgrad_compute",
+        "finalize_model_grads_func",
+        "grad_scale_func",
+        "no_sync_func",
+        "grad_sync_func",
+        "param_sync_func",
+        "timers",
         "transformer_impl",
         "use_inference_optimized_layers",
         "flash_decode",
@@ -150,7 +195,160 @@ FIXED = frozenset(
     ]
 )
 
-# What streamrl sets, and `learner.megatron` may set otherwise: how it is computed, not what.
+# By nobody: of another optimizer or wrapper, of a start from random weights, of Megatron's own loop or inference.
+UNREAD = frozenset(
+    [
+        "moe_extended_tp",
+        "moe_per_layer_logging",
+        "log_max_attention_logit",
+        "qk_clip",
+        "qk_clip_alpha",
+        "qk_clip_threshold",
+        "mtp_loss_scaling_factor",
+        "init_method",
+        "output_layer_init_method",
+        "init_method_std",
+        "embedding_init_method",
+        "embedding_init_method_std",
+        "fp4_recipe",
+        "fp4_quantizer_factory",
+        "quant_recipe",
+        "use_kitchen",
+        "use_kitchen_attention",
+        "kitchen_attention_backend",
+        "inference_rng_tracker",
+        "inference_sampling_seed",
+        "inference_fuse_tp_communication",
+        "mlp_chunks_for_prefill",
+        "decoupled_lr",
+        "decoupled_min_lr",
+        "sgd_momentum",
+        "muon_momentum",
+        "muon_split_qkv",
+        "muon_use_nesterov",
+        "muon_scale_mode",
+        "muon_fp32_matmul_prec",
+        "muon_num_ns_steps",
+        "muon_tp_mode",
+        "muon_extra_scale_factor",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "suggested_communication_unit_size",
+        "preserve_fp32_weights",
+        "keep_fp8_transpose_cache",
+        "fsdp_double_buffer",
+        "fsdp_manual_registration",
+    ]
+)
+
+# By `learner.megatron`: how it is computed.
+FREE = frozenset(
+    [
+        "deterministic_mode",
+        "batch_invariant_mode",
+        "enable_autocast",
+        "autocast_dtype",
+        "attention_backend",
+        "attention_softmax_in_fp32",
+        "apply_query_key_layer_scaling",
+        "fp32_residual_connection",
+        "disable_bf16_reduced_precision_matmul",
+        "memory_efficient_layer_norm",
+        "use_fused_weighted_squared_relu",
+        "fused_single_qkv_rope",
+        "cross_entropy_loss_fusion",
+        "cross_entropy_fusion_impl",
+        "use_te_activation_func",
+        "use_te_rng_tracker",
+        "use_mamba_mem_eff_path",
+        "activation_func_fp8_input_store",
+        "clone_scatter_output_in_embedding",
+        "disable_parameter_transpose_cache",
+        "distribute_saved_activations",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "cpu_offloading",
+        "cpu_offloading_num_layers",
+        "cpu_offloading_activations",
+        "cpu_offloading_weights",
+        "cpu_offloading_double_buffering",
+        "fine_grained_activation_offloading",
+        "offload_modules",
+        "min_offloaded_tensor_size",
+        "enable_cuda_graph",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_warmup_steps",
+        "external_cuda_graph",
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+        "fp8",
+        "fp8_recipe",
+        "fp8_quantizer_factory",
+        "fp8_margin",
+        "fp8_interval",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_wgrad",
+        "fp8_dot_product_attention",
+        "fp8_multi_head_attention",
+        "tp_only_amax_red",
+        "first_last_layers_bf16",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+        "moe_router_dtype",
+        "moe_router_fusion",
+        "moe_router_padding_for_fp8",
+        "moe_router_padding_for_quantization",
+        "moe_shared_expert_overlap",
+        "moe_use_legacy_grouped_gemm",
+        "moe_enable_deepep",
+        "moe_flex_dispatcher_backend",
+        "moe_deepep_num_sms",
+        "moe_hybridep_num_sms",
+        "cp_comm_type",
+        "symmetric_ar_type",
+        "pipeline_model_parallel_comm_backend",
+        "use_ring_exchange_p2p",
+        "deallocate_pipeline_outputs",
+        "overlap_p2p_comm_warmup_flush",
+        "microbatch_group_size_per_vp_stage",
+        "defer_embedding_wgrad_compute",
+        "wgrad_deferral_limit",
+        "async_tensor_model_parallel_allreduce",
+        "tp_comm_bootstrap_backend",
+        "tp_comm_bulk_wgrad",
+        "tp_comm_bulk_dgrad",
+        "tp_comm_overlap_ag",
+        "tp_comm_overlap_rs",
+        "tp_comm_overlap_rs_dgrad",
+        "tp_comm_overlap_disable_qkv",
+        "tp_comm_overlap_disable_fc1",
+        "tp_comm_split_ag",
+        "tp_comm_split_rs",
+        "tp_comm_atomic_ag",
+        "tp_comm_atomic_rs",
+        "barrier_with_L1_time",
+        "config_logger_dir",
+        "apply_wd_to_qk_layernorm",
+        "decoupled_weight_decay",
+        "store_param_remainders",
+        "main_grads_dtype",
+        "main_params_dtype",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "use_torch_optimizer_for_cpu_offload",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+        "align_param_gather",
+        "bucket_size",
+        "pad_buckets_for_high_nccl_busbw",
+        "reduce_scatter_with_fp32_accumulation",
+        "gradient_reduce_div_fusion",
+        "nccl_ub",
+        "disable_symmetric_registration",
+    ]
+)
+
+# By streamrl, and by `learner.megatron` where it says otherwise.
 DEFAULTS = frozenset(
     [
         "bias_activation_fusion",
@@ -169,4 +367,11 @@ def owner(name: str) -> str | None:
         return f"{key} sets it; allowed: that key"
     if name in MODEL:
         return "the model's config.json sets it; allowed: another model.path"
-    return "streamrl sets it, and relies on it; allowed: no value" if name in FIXED else None
+    if name in FIXED:
+        return "streamrl sets it, and relies on it; allowed: no value"
+    return "nothing that streamrl runs reads it; allowed: no value" if name in UNREAD else None
+
+
+def is_free(name: str) -> bool:
+    """May `learner.megatron` set it?"""
+    return name in FREE or name in DEFAULTS

@@ -146,7 +146,7 @@ class LearnerStep:
         measured |= before_updates(sums, family_of(self._algo).stops)
         measured |= self._noise.metrics() if self._noise else {}
         measured |= self._kl_control.metrics()
-        if not held:  # no weight moves a policy that is held
+        if any(update.successful for update in updates):  # no weight moves a policy that stays where it is
             self._kl_control.update(measured, sum(mini.denominators.rollouts for mini in share.mini_batches))
         if self._config.trains_rows:
             measured = {name: measured[name] for name in _OF_ROWS if name in measured}

@@ -14,7 +14,7 @@ from typing import Any
 
 from streamrl.observe.disk import RoomCheck, append, in_room
 from streamrl.observe.sinks.base import Sink
-from streamrl.types import FAILURES, Batch
+from streamrl.types import FAILURES, Batch, PolicyVersion
 from streamrl.whole_files import drafted
 
 log = logging.getLogger(__name__)
@@ -339,6 +339,11 @@ def read_metrics(run_folder: Path) -> Iterator[dict[str, Any]]:
             read = parse_row(row)
             if read is not None:
                 yield read
+
+
+def incarnation(row: Mapping[str, Any]) -> int:
+    """Of the learner that has written a row: 0, and more with each start; 0 where the row has no version."""
+    return PolicyVersion.parse(row["version"]).incarnation if "version" in row else 0
 
 
 def parse_row(row: bytes) -> dict[str, Any] | None:

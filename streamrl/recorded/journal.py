@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.observe.bars import Report, silent
-from streamrl.replay.history import STATES, Contents, recorded_batches
+from streamrl.replay.history import STATES, Contents, is_compacted, recorded_batches
 from streamrl.replay.records import Completed, Place
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
 from streamrl.stream.codec import decode_group
 from streamrl.types import Batch, Group, PolicyVersion
 
 __all__ = [
-    "STATES", "JournalDamaged", "RecordedGroup", "RunJournal", "Segment", "Unreadable", "batches", "has_journal",
+    "STATES", "JournalDamaged", "RecordedGroup", "RunJournal", "Segment", "Unreadable", "batches", "has_begin",
+    "has_journal",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -201,6 +202,11 @@ class RunJournal:
 def has_journal(run_folder: Path) -> bool:
     """Whether the run has a segment."""
     return bool(segments(run_folder / "journal"))
+
+
+def has_begin(run_folder: Path) -> bool:
+    """Whether the journal goes back to the run's first step: no segment was deleted, under any `journal.keep`."""
+    return not is_compacted(run_folder / "journal")
 
 
 def batches(run_folder: Path) -> Iterator[Batch]:

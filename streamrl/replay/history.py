@@ -175,7 +175,7 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
         raise AnotherRun(f"{folder} has segments of the runs {', '.join(sorted(filter(None, runs)))}; allowed: of one")
     steps = contents.steps
     first = min((version.step for version in contents.began), default=0)
-    due = None if _is_compacted(folder) else first
+    due = None if is_compacted(folder) else first
     gone = _left_behind(folder) - places.keys()
     begins = max((step + 1 for step, ids in steps.items() if not gone.isdisjoint(ids)), default=0)
     for step, ids in sorted(steps.items()):
@@ -207,6 +207,6 @@ def _left_behind(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _is_compacted(folder: Path) -> bool:
+def is_compacted(folder: Path) -> bool:
     """Segments were deleted at the beginning of the journal."""
     return any(number > 0 for number, _ in segments(folder)[:1])

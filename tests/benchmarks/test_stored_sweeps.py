@@ -228,7 +228,7 @@ def test_a_sweep_with_a_target_has_the_tokens_to_it_and_their_ratio(sweep):
     found = [row[-3] for row in stored_sweeps.table(sweep)]
     assert found == ["tokens to target", "233±379", "75±318(2/3)", "-"]
     _, more = stored_sweeps.ratios(sweep)
-    assert more[:5] == ["cap-5", "2", "0.50", "0.50..0.50", "0.50..0.50"]
+    assert more[:5] == ["cap-5", "3", "0.50(2/3)", "0.50..0.50", "0.50..0.50"]
     assert unsupported(sweep, "`cap-5` needs 0.50 of the tokens.") == []
 
 

@@ -80,6 +80,9 @@ def test_after_the_deadline_no_prompt_is_asked() -> None:
     evaluation, questions = evaluated(ScriptedPolicy(CHANCES, stuck=ALPHABET), in_flight=2, timeout=0.3)
     assert len(questions["copy"]) == 2
     assert not evaluation.complete
+    found = evaluation.tasks["copy"]
+    assert (found.prompts, found.answers, found.unanswered) == (2, 0, 1.0)
+    assert found.reasons[0] == "6 prompts were not asked within evaluate.timeout"
     assert "pass@1" not in evaluation.tasks["copy"].figures
 
 

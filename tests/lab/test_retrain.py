@@ -17,9 +17,11 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
+from streamrl.lab.audit.command import audit
 from streamrl.lab.retrain import caveats
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.metrics import read_metrics
+from streamrl.places import load_run
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed, Quarantined
 from streamrl.stream.codec import encode_group
@@ -98,6 +100,28 @@ def test_a_run_that_was_shortened_afterwards_is_trained_to_the_step_that_it_has_
     (short / "config.yaml").write_text(config.replace(f"steps: {STEPS}\n", f"steps: {STEPS - 1}\n"))
     assert _retrain(short, tmp_path / "again", "checkpoint.export=false") == 0
     assert "journal" not in capsys.readouterr().err
+
+
+def test_a_journal_whose_begin_was_deleted_under_another_setting_is_refused_and_audited_from_where_it_begins(
+    kept, make_group, tmp_path, capsys
+):
+    later = tmp_path / "run"
+    shutil.copytree(kept, later)
+    for file in (later / "journal").iterdir():
+        file.unlink()
+    (later / "journal" / "000003.journal").touch()
+    journal = Journal(later / "journal", JournalConfig(), b"")
+    for step in (1, 2):
+        _append(journal, make_group, step)
+    journal.commit()
+    journal.close()
+    (later / "journal" / "000003.journal").unlink()
+    assert _retrain(later, tmp_path / "again") == 2
+    assert "journal.keep: all, but the first groups of" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+    findings = audit(later, load_run(later))
+    assert (findings.first, findings.batches) == (1, 2)
+    assert not [problem for problem in findings.problems if "was due" in problem or "before group" in problem]
 
 
 def test_a_batch_that_was_handed_out_and_not_trained_before_the_run_was_ended_is_not_trained(

@@ -173,7 +173,8 @@ def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_toke
     first, second = (line for line in text.splitlines() if line.startswith(("| first | 3 of", "| second | 3 of")))
     assert "| 2067 ± 287 |" in first  # 2200 where the reward is lowest
     assert "| 2000 (2/3) |" in second
-    assert any(line.startswith("| second | 2 | 1.00 | 1.00 .. 1.00 | 1.00 .. 1.00 |") for line in text.splitlines())
+    ratios = next(line for line in text.splitlines() if line.startswith("| second | 3 | 1.00"))
+    assert ratios.startswith("| second | 3 | 1.00 (2/3) | 1.00 .. 1.00 | 1.00 .. 1.00 |")
     assert "ratio to first with the same seed: geometric mean over the seeds, where both reach a reward of 0.16" in text
 
 
@@ -263,6 +264,13 @@ def test_figures_leave_out_what_was_not_finite_and_rates_the_warm_up():
     assert found["staleness"] == pytest.approx((19 * 100 + 3 * 300) / 2200)
     assert found["oldest"] == 2
     assert sum(staleness_shares(rows).values()) == pytest.approx(1)
+
+
+def test_no_rate_has_the_first_steps_of_a_start_of_the_run():
+    rows = [row(step) | {"version": f"{step}.{int(step > 10)}"} for step in range(1, 21)]
+    rows[10] |= {"time/step": 90.0}  # the servers start again
+    assert figures(rows)["trained"] == pytest.approx(50)
+    assert figures(rows[:3])["trained"] == pytest.approx(50)
 
 
 def test_clipped_is_what_lost_its_gradient_on_either_side_and_is_left_out_where_a_loss_clips_nothing():

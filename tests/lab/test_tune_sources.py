@@ -105,7 +105,7 @@ def test_the_written_file_trains_what_the_printed_command_does(tmp_path: Path) -
     for given, whole in (("run.seed=3", False), ("task.args={alphabet: abc}", True)):
         source = Source(settings, (given,))
         command.write(written, source, chosen)
-        assert config_file.load(written) == config_file.load(settings, [given, *chosen])
+        assert config_file.load(written) == config_file.load(settings, [given, "run.name=run-tuned", *chosen])
         assert ("base: " in written.read_text()) is not whole
 
 

@@ -32,8 +32,9 @@ def test_the_fields_are_those_of_the_dataclasses_without_an_import_of_them():
     for name, made in classes.items():
         public = {field.name for field in dataclasses.fields(made) if not field.name.startswith("_")}
         assert {field for field, of in megatron_fields.installed().items() if name in of} == public
-    sets = (megatron_owned.KEYS, megatron_owned.MODEL, megatron_owned.FIXED, megatron_owned.DEFAULTS)
-    assert {field for each in sets for field in each} <= megatron_fields.installed().keys()
+    owned = (megatron_owned.KEYS, megatron_owned.MODEL, megatron_owned.FIXED, megatron_owned.UNREAD)
+    sets = (*owned, megatron_owned.DEFAULTS, megatron_owned.FREE)
+    assert {field for each in sets for field in each} == megatron_fields.installed().keys()
     assert sum(map(len, sets)) == len({field for each in sets for field in each}), "one field, one owner"
 
 
@@ -61,7 +62,13 @@ def test_every_field_that_streamrl_sets_has_its_owner(model_folder, trainer_of, 
         ({"moe_router_dtype": "fp16"}, "moe_router_dtype: fp16 is not allowed; allowed: one of fp32, fp64 or null$"),
         ({"bucket_size": True}, "bucket_size: true is not allowed; allowed: whole number or null$"),
         ({"cp_comm_type": ["p2p", 1]}, r"cp_comm_type: \[p2p, 1\] is .*; allowed: text or a list of text or null$"),
-        ({"init_method": "ones"}, "init_method: ones is not allowed; allowed: nothing that a configuration can give$"),
+        ({"init_method": "ones"}, "init_method: nothing that streamrl runs reads it; allowed: no value$"),
+        (
+            {"moe_expert_capacity_factor": 1.0},
+            "moe_expert_capacity_factor: streamrl sets it, and relies on it; allowed",
+        ),
+        ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff: streamrl sets it, and relies on it; allowed: no value$"),
+        ({"loss_scale": 1024.0}, "loss_scale: streamrl sets it, and relies on it; allowed: no value$"),
         ({"lr": 1.0}, r"lr: learner\.optimizer\.lr sets it; allowed: that key$"),
         ({"hidden_size": 7}, r"hidden_size: the model's config\.json sets it; allowed: another model\.path$"),
         ({"hidden_dropout": 0.1}, "hidden_dropout: streamrl sets it, and relies on it; allowed: no value$"),
@@ -75,6 +82,14 @@ def test_a_field_that_cannot_be_set_so_is_one_line(fields, line, model_folder):
     assert len(refused.value.lines) == 1
 
 
+def test_a_field_that_a_later_release_adds_is_refused_until_it_is_known(model_folder, monkeypatch):
+    known = {**megatron_fields.installed(), "moe_new": {"TransformerConfig": ast.parse("int", mode="eval").body}}
+    monkeypatch.setattr(megatron_fields, "installed", lambda: known)
+    config = make_config(model_folder(), megatron={"moe_new": 1})
+    with pytest.raises(ConfigError, match=r"^learner\.megatron\.moe_new: streamrl does not know what it changes"):
+        check_model(config, read_shape(config.model.path))
+
+
 def test_types_are_read_as_they_are_written():
     def typed(text: str) -> ast.expr:
         return ast.parse(text, mode="eval").body
@@ -84,6 +99,8 @@ def test_types_are_read_as_they_are_written():
     assert converted(pair, [1, 2]) == (1, 2)
     dtype = typed("torch.dtype")
     assert (fits(dtype, "bfloat16"), fits(dtype, "int3"), converted(dtype, "bfloat16")) == (True, False, torch.bfloat16)
+    called = typed("Callable[[Tensor], Tensor]")
+    assert (fits(called, "ones"), words(called)) == (False, "")
     number = typed("float | None")
     assert [fits(number, value) for value in (1, 1.5, None, True, "1")] == [True, True, True, False, False]
     assert words(typed("Union[float, List[float]]")) == "number or a list of number"
@@ -91,14 +108,14 @@ def test_types_are_read_as_they_are_written():
 
 def test_fields_reach_the_configuration_that_has_them(model_folder, trainer_of):
     fields = {
-        "qk_clip_alpha": 0.25,
+        "tp_comm_bootstrap_backend": "gloo",
         "decoupled_weight_decay": False,
         "gradient_reduce_div_fusion": False,
         "config_logger_dir": "",
     }
     trainer = trainer_of(make_config(model_folder(), megatron=fields))
     chunk = trainer._wrapped[0]
-    assert chunk.config.qk_clip_alpha == 0.25
+    assert chunk.config.tp_comm_bootstrap_backend == "gloo"
     assert not chunk.ddp_config.gradient_reduce_div_fusion
     assert trainer._optimizer.megatron.config.decoupled_weight_decay is False
     given = megatron_fields.values_of({"fp8_recipe": "tensorwise"}, "OptimizerConfig")

@@ -10,7 +10,7 @@ import torch
 from learner_parts import gradients, make_batch, make_config, weights
 
 from streamrl.device_copy import Copied
-from streamrl.learner.safety import BadStepsError
+from streamrl.learner.safety import BadStepsError, UpdateGuard
 from streamrl.observe.metrics import is_known
 from streamrl.types import Batch
 
@@ -54,6 +54,20 @@ def test_every_choice_trains_and_tells_metrics_that_have_a_name(model_folder, tr
     assert [name for name in metrics if not is_known(name)] == []
     assert metrics["grad_norm"] > 0
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_a_refused_update_moves_no_adaptive_weight(model_folder, trainer_of, monkeypatch):
+    trainer = trainer_of(with_algo(make_config(model_folder()), kl=0.1, kl_target=1e-9, kl_horizon=1))
+
+    def weight(step: int) -> float:
+        return trainer.train_step(make_batch(step=step))["loss/kl_weight"]
+
+    told = [weight(0)]
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdateGuard, "judge", lambda *_, **__: "spike")
+        told.append(weight(1))
+    told += [weight(2), weight(3)]
+    assert told[0] != told[1] == told[2] != told[3]
 
 
 def test_each_mini_batch_of_each_pass_makes_one_update_on_its_groups(model_folder, trainer_of):

@@ -29,7 +29,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.stamps import Neighbours
 from streamrl.places import load_run
 from streamrl.preflight.model import check_folder
-from streamrl.recorded.journal import JournalDamaged, batches
+from streamrl.recorded.journal import JournalDamaged, batches, has_begin
 from streamrl.recorded.weights import kept_versions
 from streamrl.replay.orders import make_order
 from streamrl.types import Batch, PolicyVersion
@@ -51,15 +51,16 @@ def audit(run_folder: Path, config: Config, tolerance: float | None = None) -> F
     tolerance: the largest allowed log-prob difference of a token, in nats, in place of the limit of the run's numbers.
     """
     findings = Findings(bound=make_order(config.replay).worst_staleness)
-    tokens: dict[PolicyVersion, list[Stamped]] = defaultdict(list)
+    kept = kept_versions(run_folder)
+    tokens: dict[PolicyVersion, list[Stamped]] = defaultdict(list)  # of the kept ones; the others have none
     versions = {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)}
-    history = History(config, versions)
+    history = History(config, versions, has_begin=has_begin(run_folder))
     reached = max([*saved_steps(run_folder), *(step + 1 for step in versions)], default=0)
     try:
         for batch in track(batches(run_folder), "journal", "batches", len(versions)):
             history.check(batch, findings, handed_out=batch.step == reached)
             for version, span in _stamped(batch, history.uses.seen):
-                tokens[version].append(span)
+                tokens[version] += [span] if version in kept else []
     except JournalDamaged as damage:
         findings.problems.append(str(damage))
     if findings.inexact and config.publish.interruption != "in_place":
@@ -70,7 +71,7 @@ def audit(run_folder: Path, config: Config, tolerance: float | None = None) -> F
         found = unmeasured(run_folder / "journal", config.replay, whole=findings.first == 0)
         findings.problems += [problem for problem in found if problem not in findings.problems]
     _check_metrics(run_folder, findings)
-    check_versions(kept_versions(run_folder), tokens, config, findings)
+    check_versions(kept, tokens, config, findings, newest=history.newest)
     findings.limits = derived(limits_of(config), of_rounding(findings.rounded), tolerance)
     check_differences(findings, findings.limits)
     if config.generate.quantization is None:  # what quantising takes away may be the very step
@@ -146,7 +147,7 @@ def _print(findings: Findings, run_folder: Path, config: Config) -> None:
     if findings.handed_out is not None:
         print(f"  (the batch of step {findings.handed_out} was handed out and not trained; the next start trains it)")
     if findings.first:
-        print(f"  (from step {findings.first} on; journal.keep={config.journal.keep} has deleted what was before)")
+        print(f"  (from step {findings.first} on: a journal.keep other than all has deleted what was before)")
     again = f", {config.replay.reuse_bound} of groups trained again" if config.replay.reuse > 1 else ""
     bound = "none" if findings.bound is None else findings.bound
     print(f"  staleness: largest {findings.staleness}, bound {bound}{again}")

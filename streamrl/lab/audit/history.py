@@ -16,21 +16,27 @@ from streamrl.types import Batch, Group, PolicyVersion, Sample
 class History:
     """What the batches so far have trained, against which the next one is checked."""
 
-    def __init__(self, config: Config, versions: dict[int, str]) -> None:
-        """`versions`: learner step: the version that it made, from the metrics."""
+    def __init__(self, config: Config, versions: dict[int, str], *, has_begin: bool = True) -> None:
+        """`versions`: learner step: the version that it made, from the metrics. `has_begin`: nothing was deleted."""
         self._config = config
+        self._has_begin = has_begin and config.journal.keep == "all"
         self._order = make_order(config.replay)
         self._incarnations = {step: PolicyVersion.parse(version).incarnation for step, version in versions.items()}
         self.uses = Uses(config.replay, self._order.worst_staleness)
         self._oldest = 0  # the first id that is not trained yet
         self._prompts: set[tuple[str, int]] = set()
 
+    @property
+    def newest(self) -> int:
+        """The incarnation of the last learner that has made a version."""
+        return max(self._incarnations.values(), default=0)
+
     def check(self, batch: Batch, findings: Findings, *, handed_out: bool = False) -> None:
         """Order, completeness, prompts and staleness of the next batch.
 
         One that was `handed_out` when the run was ended is trained by the next start, and counts then.
         """
-        if findings.batches == 0 and self._config.journal.keep != "all":
+        if findings.batches == 0 and not self._has_begin:
             findings.first = batch.step  # what was before it has been deleted
         whole = findings.first == 0
         if batch.step != (due := findings.first + findings.batches):

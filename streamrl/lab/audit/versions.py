@@ -28,8 +28,13 @@ def check_versions(
     tokens: Mapping[PolicyVersion, Sequence[Stamped]],
     config: Config,
     findings: Findings,
+    *,
+    newest: int = 0,
 ) -> None:
-    """Compare what was recorded of `tokens`, by their stamps, with the kept weights; and whether all are kept."""
+    """Compare what was recorded of `tokens`, by their stamps, with the kept weights; and whether all are kept.
+
+    Which are kept is the configuration's: that of the `newest` incarnation, where a run was resumed with another.
+    """
     settings = AutoConfig.from_pretrained(config.model.path)
     stamped = sorted(tokens.keys() & kept.keys())
     scorer = _Scorer(tokens, config, findings, ROUNDED // max(1, len(stamped)))
@@ -45,7 +50,8 @@ def check_versions(
             if version in tokens and rounds(config):
                 scorer.round(version, model)
     for version in sorted(tokens.keys() - kept.keys()):
-        if config.publish.keep_every and version.step % config.publish.keep_every == 0:
+        every = config.publish.keep_every
+        if every and version.step % every == 0 and version.incarnation == newest:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
 
 

@@ -8,13 +8,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
 from streamrl.lab.report.notes import Note, Notes
 from streamrl.observe.events import event_files, read_events
-from streamrl.observe.metrics import read_metrics
+from streamrl.observe.metrics import incarnation, read_metrics
 from streamrl.observe.timeline import Timeline
 from streamrl.places import load_run
 
@@ -50,9 +51,10 @@ class Run:
         if not rows:
             return []
         tokens = sum(row.get("tokens/trained") or 0 for row in rows)
-        # Without the first step, whose time is that of the servers' start.
-        seconds = sum(row.get("time/step") or 0.0 for row in rows[1:])
-        later = tokens - (rows[0].get("tokens/trained") or 0)
+        # Without the first step of each start, whose time is that of the servers'.
+        timed = [row for before, row in pairwise(rows) if incarnation(before) == incarnation(row)]
+        seconds = sum(row.get("time/step") or 0.0 for row in timed)
+        later = sum(row.get("tokens/trained") or 0 for row in timed)
         oldest = max((row.get("staleness/max") or 0 for row in rows), default=0)
         ends = f"mean of the first and of the last {min(ENDS, len(rows))} steps"
         if self.config.trains_rows:

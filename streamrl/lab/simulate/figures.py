@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.config import Config
-from streamrl.types import Batch, PolicyVersion
+from streamrl.observe.metrics import incarnation
+from streamrl.types import Batch
 
 # First steps that no figure counts: caches fill, and the pipeline of groups is still empty.
 WARM_UP = 3
@@ -83,12 +84,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
 
 def _starts(before: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Is the row the first of a learner that was started again? The time since the one before is not the run's."""
-    return _incarnation(before) != _incarnation(row)
-
-
-def _incarnation(row: Mapping[str, Any]) -> int:
-    """Of the row's version; a simulated one has none."""
-    return PolicyVersion.parse(row["version"]).incarnation if "version" in row else 0
+    return incarnation(before) != incarnation(row)
 
 
 def mean(several: Sequence[Figures]) -> Figures:

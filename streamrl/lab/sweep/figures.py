@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamrl.observe.metrics import incarnation
+
 Rows = Sequence[dict[str, Any]]  # of metrics.jsonl, one a step
 
-WARM_UP = 3  # first steps that no rate counts: servers start, the pipeline of groups is still empty
+WARM_UP = 3  # first steps of a start that no rate counts: servers start, the pipeline of groups is still empty
 
 LAST = 10  # the reward at the end is that of the last tenth of the steps
 
@@ -193,8 +195,9 @@ def reward_curves(rows: Rows) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def settled(rows: Rows) -> Rows:
-    """The steps after the warm-up; all of them in a run that has no others."""
-    return rows[WARM_UP:] if len(rows) > WARM_UP else rows
+    """The steps after the warm-up of each start of the run; all of them where there are no others."""
+    starts = (list(each) for _, each in itertools.groupby(rows, incarnation))
+    return [row for each in starts for row in each[WARM_UP:]] or rows
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -40,6 +40,8 @@ KEYS = (
 
 OWN = ("run.seed", "run.name", "run.folder")  # what the sweep itself gives to each run
 
+LONGEST_NAME = 200  # letters of a point's, which is a part of a folder's
+
 _NAME = re.compile(r"\w[\w.-]*")
 _BARE = re.compile(r"[A-Za-z_./][\w./-]*")  # texts that YAML reads as themselves ...
 _WORDS = ("true", "false", "null")  # ... but these
@@ -195,6 +197,11 @@ def _expand(grid: Mapping[str, list[Any]], points: Sequence[dict[str, Any]], bas
             own = [point["name"]] if point else []
             name = _joined([*words, *own])
             baseline = name if baseline is None else baseline
+            if len(name) > LONGEST_NAME:
+                raise ConfigError(
+                    f"grid: a point is called {name[:40]}..., {len(name)} letters; allowed: up to {LONGEST_NAME}, or "
+                    "points, which have names of their own"
+                )
             if name in seen:
                 raise ConfigError(f"grid: two points are called {name}; allowed: values and names that differ")
             seen.add(name)

@@ -187,24 +187,36 @@ def difference_cells(baselines: Mapping[str, str], points: Mapping[str, Runs]) -
     rows = []
     for name, baseline, runs in _others(baselines, points):
         if found := differences(runs, baseline):
-            row = [name, str(sum(seed in baseline for seed in runs))]
+            pairs = sum(seed in baseline for seed in runs)
+            row = [name, str(pairs)]
             for figure in COMPARED:
                 each = found.get(figure)
-                row += [str(each.estimate), each.student, each.bootstrap] if each else ["-"] * 3
+                mean = f"{each.estimate}{_of(each.estimate.seeds, pairs)}" if each else "-"
+                row += [mean, each.student, each.bootstrap] if each else ["-"] * 3
             rows.append(row)
     return _with_head(COMPARED, rows)
 
 
 def ratio_cells(baselines: Mapping[str, str], points: Mapping[str, Runs], figures: Sequence[str]) -> list[list[str]]:
-    """The same of ratios of these figures, and of how many seeds; empty where no point has one with its baseline."""
+    """The same of ratios of these figures, the number of seeds behind those that fewer have; empty where no point has
+    one with its baseline.
+    """
     rows = []
     for name, baseline, runs in _others(baselines, points):
         found = [ratio(_by_seed(runs, figure), _by_seed(baseline, figure)) for figure in figures]
-        if seeds := [each.seeds for each in found if each]:
-            rows.append(
-                [name, str(max(seeds)), *(cell for each in found for cell in (each.cells() if each else "---"))]
-            )
+        if any(found):
+            pairs = sum(seed in baseline for seed in runs)
+            row = [name, str(pairs)]
+            for each in found:
+                mean, *ends = each.cells() if each else "---"
+                row += [f"{mean}{_of(each.seeds, pairs)}" if each else mean, *ends]
+            rows.append(row)
     return _with_head(figures, rows)
+
+
+def _of(seeds: int, pairs: int) -> str:
+    """Behind a mean that fewer pairs have than there are."""
+    return "" if seeds == pairs else f" ({seeds}/{pairs})"
 
 
 def _others(baselines: Mapping[str, str], points: Mapping[str, Runs]) -> Iterator[tuple[str, Runs, Runs]]:
