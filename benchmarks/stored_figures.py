@@ -170,7 +170,9 @@ def to_float32(runs: Mapping[str, Mapping[str, Mapping[str, float]]], name: str,
     sides = [
         {int(seed): run[figure] for seed, run in runs[point].items() if figure in run} for point in (name, "float32")
     ]
-    mean, ends = ratio(*sides).cells()[:2]
+    found = ratio(*sides)
+    assert found is not None, f"{name} has no {figure}"
+    mean, ends, _ = found.cells()
     return f"{mean} ({_close(ends)})"
 
 

@@ -208,7 +208,7 @@ def ratio_cells(baselines: Mapping[str, str], points: Mapping[str, Runs], figure
             pairs = sum(seed in baseline for seed in runs)
             row = [name, str(pairs)]
             for each in found:
-                mean, *ends = each.cells() if each else "---"
+                mean, *ends = each.cells() if each else ["-"] * 3
                 row += [f"{mean}{_of(each.seeds, pairs)}" if each else mean, *ends]
             rows.append(row)
     return _with_head(figures, rows)
