@@ -27,7 +27,7 @@ from benchmarks import optimum, peers, release, repeats
 from benchmarks.censored import at_least, exact, told
 from benchmarks.optimum import SHARED, SYNC, all_sides, of_medians
 from benchmarks.stored_sweeps import read_stored
-from benchmarks.tune_grid import Overrides, Verdict, verdict
+from benchmarks.tune_grid import Overrides, judged
 from streamrl.lab.sweep.differences import ratio
 
 PAGE = Path(__file__).parents[1] / "docs" / "figures.md"
@@ -206,20 +206,13 @@ def _release_rows(rows: Sequence[Content]) -> Iterator[Row]:
 def of_tune(content: Content) -> Iterator[str]:
     for row in content["rows"]:
         head = [f"`{row['name']}`, in turns", "tokens/s", "mean age", "choice / it", "in rounds"]
-        yield markdown(head, _tuned_rows(row)) + "\n"
-    predicted = (
-        f"{each['rate']:.0f} tokens/s and an age of {each['age']:.2f} for that of `{row['name']}`"
-        for row in content["rows"]
-        for each in [row["predicted"]]
-    )
-    yield text("Predicted for the choice: " + "; ".join(predicted) + ".").lstrip("\n")
-
-
-def judged(row: Content) -> tuple[dict[Overrides, list[float]], Verdict]:
-    """Tokens/s by round of the choice and of those that took turns with it, and the choice against the best of them."""
-    rates = {tuple(each["overrides"]): each["rates"] for each in row["turns"]}
-    choice = tuple(row["choice"])
-    return rates, verdict(rates[choice], {each: values for each, values in rates.items() if each != choice})
+        yield markdown(head, _tuned_rows(row))
+        runs, predicted = len(row["turns"][0]["rates"]), row["predicted"]
+        yield text(
+            f"{len(row['grid'])} settings, then {runs} rounds, on {row['machine']}; of the choice "
+            f"{predicted['rate']:.0f} tokens/s and an age of {predicted['age']:.2f} were predicted."
+        )
+        yield "\n"
 
 
 def _tuned_rows(row: Content) -> Iterator[Row]:

@@ -15,7 +15,8 @@ are the smaller of those trained and generated. Server and learner have cores of
 Exit code 1 where the choice's median is below BAR of the best one's, or the median of the rounds' ratios is: the
 machine's drift meets both sides of a round alike, and may favour either in the medians. Where the interval is wide,
 `--rounds` adds to those that are kept; the verdict is that of all of them. The quick form runs few and short ones, and
-judges nothing. What is measured is kept in FOLDER: the same command goes on.
+judges nothing. What is measured is kept in FOLDER: the same command goes on. `--json` keeps the configurations that the
+file has and this start has not: each may be measured by itself, on a machine that its row names.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ import yaml
 
 from benchmarks.balanced_run import ALPHABET, write_model
 from benchmarks.drawn_lengths import LONGEST
-from benchmarks.tune_grid import Kept, Overrides, Verdict, best, grid, verdict
+from benchmarks.suite import this_machine
+from benchmarks.tune_grid import Kept, Overrides, Verdict, best, grid, judged, verdict
 from launch import tiny_model
 from streamrl.config import file as config_file
 from streamrl.engine.server import serving
@@ -67,7 +69,7 @@ class Form:
     points: int  # that the search simulates
 
 
-FULL, QUICK = Form(24, None, 5, 200), Form(4, 2, 1, 8)
+FULL, QUICK = Form(24, None, 9, 200), Form(4, 2, 1, 8)
 
 DRAWN: dict[str, Any] = {
     "task": {"name": "benchmarks.drawn_lengths:DrawnLengths", "args": {"length": 3, "alphabet": ALPHABET}},
@@ -170,6 +172,7 @@ class Bench:
         predicted = {"rate": chosen.choice.figures.sustained, "age": chosen.choice.figures.staleness_mean}
         row = {
             "name": self.name,
+            "machine": f"{this_machine().processor}, {this_machine().cores} cores",
             "choice": list(choice),
             "predicted": predicted,
             "grid": [self._row(each, values) for each, values in screened.items()],
@@ -182,6 +185,13 @@ class Bench:
         """With the mean age of what is trained, over all its runs."""
         age = statistics.mean(self._kept.ages(self.name, overrides, self._form.steps))
         return {"overrides": list(overrides), "rates": list(rates), "age": age}
+
+
+def joined(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These configurations, and the others that a file of figures has, in the order of NAMES."""
+    before = json.loads(path.read_text())["rows"] if path.exists() and path.stat().st_size else []
+    found = {row["name"]: row for row in (*before, *rows)}
+    return [found[name] for name in NAMES if name in found]
 
 
 def _print(row: dict[str, Any], found: Verdict) -> None:
@@ -226,13 +236,15 @@ def main() -> int:
                 verdicts[name], row = benched.run()
                 rows.append(row)
     missed = [name for name, found in verdicts.items() if found.least < BAR]
-    ratios = [
-        {"name": f"choice of the best, {name}{how}", "median": of.value, "low": of.low, "high": of.high}
-        for name, found in verdicts.items()
-        for how, of in (("", found.of_medians), (", in rounds", found.in_rounds))
-    ]
     if options.json is not None:
-        options.json.write_text(json.dumps({"quick": options.quick, "ratios": ratios, "rows": rows}, indent=1) + "\n")
+        content = {"quick": options.quick, "rows": joined(options.json, rows)}
+        content["ratios"] = [
+            {"name": f"choice of the best, {row['name']}{how}", "median": of.value, "low": of.low, "high": of.high}
+            for row in content["rows"]
+            for found in (judged(row)[1],)
+            for how, of in (("", found.of_medians), (", in rounds", found.in_rounds))
+        ]
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.quick:
         print(f"the bar of {BAR} is not judged in the quick form")
         return 0
@@ -244,7 +256,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one configuration, two settings, short runs; no bar")
     parser.add_argument("--only", choices=NAMES, nargs="+", help="some of the configurations")
-    parser.add_argument("--rounds", type=int, help="of the turns that are judged (default: 5, quick 1)")
+    parser.add_argument("--rounds", type=int, help="of the turns that are judged (default: 9, quick 1)")
     parser.add_argument(
         "--folder", type=output_folder, help="where runs and results are kept (default: runs/bench-tune)"
     )

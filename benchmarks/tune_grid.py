@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.kept import keep, read_kept
 from streamrl.config import Config
@@ -126,3 +127,10 @@ def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]]
         return statistics.median(choice[each] / theirs[each] for each in rounds)
 
     return Verdict(first, *(Estimate.of(ratio, len(choice)) for ratio in (of_medians, in_rounds)))
+
+
+def judged(row: Mapping[str, Any]) -> tuple[dict[Overrides, list[float]], Verdict]:
+    """Of a row of the figures: tokens/s by round of the choice and of what took turns with it; the choice's verdict."""
+    rates = {tuple(each["overrides"]): each["rates"] for each in row["turns"]}
+    choice = tuple(row["choice"])
+    return rates, verdict(rates[choice], {each: values for each, values in rates.items() if each != choice})
