@@ -233,6 +233,8 @@ def main() -> int:
     parser.add_argument("--folder", type=output_folder, help="where to write (default: the temporary folder)")
     parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         figures = run(Path(name), options.quick, options.seconds)
     broken = missed(figures)

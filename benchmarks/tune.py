@@ -188,9 +188,10 @@ class Bench:
 
 
 def joined(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """These configurations, and the others that a file of figures has, in the order of NAMES."""
-    before = json.loads(path.read_text())["rows"] if path.exists() and path.stat().st_size else []
-    found = {row["name"]: row for row in (*before, *rows)}
+    """These configurations, and the others that a file of full figures has, in the order of NAMES."""
+    before = json.loads(path.read_text() or "{}") if path.exists() else {}
+    former = [] if before.get("quick", True) else before["rows"]
+    found = {row["name"]: row for row in (*former, *rows)}
     return [found[name] for name in NAMES if name in found]
 
 
@@ -237,7 +238,7 @@ def main() -> int:
                 rows.append(row)
     missed = [name for name, found in verdicts.items() if found.least < BAR]
     if options.json is not None:
-        content = {"quick": options.quick, "rows": joined(options.json, rows)}
+        content = {"quick": options.quick, "rows": rows if options.quick else joined(options.json, rows)}
         content["ratios"] = [
             {"name": f"choice of the best, {row['name']}{how}", "median": of.value, "low": of.low, "high": of.high}
             for row in content["rows"]

@@ -100,7 +100,8 @@ class MismatchMeter:
         prefilled = await _prefill([*prompt, *drawn.output_ids], answer.prompt, version, policy)
         if other := {span.version for span in drawn.meta_info.weight_versions} - {str(version)}:
             raise OtherVersionError(f"version {min(other)} has drawn tokens")
-        self._rounded.append(np.abs(prefilled - decoded)[1:])  # a prefill has drawn the first token
+        difference = np.abs(prefilled - decoded)[1:]  # a prefill has drawn the first token
+        self._rounded.append(difference[np.isfinite(difference)])
 
     def _metrics(self, version: PolicyVersion, answers: Sequence[Scores]) -> dict[str, float]:
         rounding = self._rounding()

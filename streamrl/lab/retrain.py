@@ -121,8 +121,8 @@ def _check(run_folder: Path, recorded: Config, config: Config, changed: Sequence
         raise ConfigError(f"journal.keep: {config.journal.keep} has not kept every group of {run_folder}; allowed: all")
     if not has_begin(run_folder):
         raise ConfigError(
-            f"journal.keep: all, but the first groups of {run_folder} were deleted before it was; allowed: a run with "
-            "journal.keep=all from its first step"
+            f"journal.keep: all, but the first groups of {run_folder} are lost, or were deleted before it was; "
+            "allowed: a run with journal.keep=all from its first step"
         )
     for key in changed:
         if not key.startswith(FREE):

@@ -2,7 +2,8 @@
 
 Each field of the installed release is in one of the tables: one that a later release adds is refused until it is known
 what it changes. `learner.megatron` may say how something is computed, not what: the policy, its loss and their
-gradient stay those of the configuration, whatever is packed beside what.
+gradient stay those of the configuration, whatever is packed beside what, up to rounding. That of fp8 is coarse, and a
+scale of its own may be that of a whole row. `apply_wd_to_qk_layernorm` alone says what decays.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ FIXED = frozenset(
         "fp4_param",
         "fp8_param_gather",
         "optimizer",
+        "decoupled_weight_decay",
         "average_in_collective",
         "overlap_param_gather",
         "overlap_param_gather_with_optimizer_step",
@@ -329,7 +331,6 @@ FREE = frozenset(
         "barrier_with_L1_time",
         "config_logger_dir",
         "apply_wd_to_qk_layernorm",
-        "decoupled_weight_decay",
         "store_param_remainders",
         "main_grads_dtype",
         "main_params_dtype",

@@ -264,7 +264,7 @@ def _mismatch(past: Past, shown: bool) -> str | None:
 
 def _engines(past: Past, shown: bool) -> str | None:
     if infinite := past.mean("mismatch/infinite"):
-        return f"of {infinite:.0%} of the tokens a server, or the learner, has a log-prob that is no number"
+        return f"of {100 * infinite:.2g}% of the tokens a server, or the learner, has a log-prob that is no number"
     mean, limit = past.mean("mismatch/mean"), past.mean("mismatch/limit")
     if mean is None or limit is None or mean < (MISMATCH_STAYS * limit if shown else limit):
         return None

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.observe.bars import Report, silent
-from streamrl.replay.history import STATES, Contents, is_compacted, recorded_batches
+from streamrl.replay.history import STATES, Contents, is_compacted, recorded_batches, was_compacted
 from streamrl.replay.records import Completed, Place
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
 from streamrl.stream.codec import decode_group
@@ -27,7 +27,7 @@ from streamrl.types import Batch, Group, PolicyVersion
 
 __all__ = [
     "STATES", "JournalDamaged", "RecordedGroup", "RunJournal", "Segment", "Unreadable", "batches", "has_begin",
-    "has_journal",
+    "has_deleted", "has_journal",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -205,8 +205,13 @@ def has_journal(run_folder: Path) -> bool:
 
 
 def has_begin(run_folder: Path) -> bool:
-    """Whether the journal goes back to the run's first step: no segment was deleted, under any `journal.keep`."""
+    """Whether the journal goes back to the run's first step."""
     return not is_compacted(run_folder / "journal")
+
+
+def has_deleted(run_folder: Path) -> bool:
+    """Whether a `journal.keep` that the run has, or had, has deleted what the journal lacks at its beginning."""
+    return was_compacted(run_folder / "journal")
 
 
 def batches(run_folder: Path) -> Iterator[Batch]:

@@ -67,8 +67,8 @@ class AdaptiveBound:
 
     @property
     def lowered(self) -> int:
-        """Whole learner steps by which the admitted staleness is below the configured one."""
-        return math.floor(self._highest - self.staleness)
+        """Learner steps by which the admitted staleness is below the configured one, each of them rounded up."""
+        return math.ceil(self._highest) - math.ceil(self.staleness)
 
     def reason(self) -> str:
         """The moves since the last call, each with its reason; empty where there were none."""

@@ -207,6 +207,18 @@ def _left_behind(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
+def was_compacted(folder: Path) -> bool:
+    """Segments were deleted at the beginning of the journal as `journal.keep` says, and were not lost.
+
+    A segment names the setting under which it was written. One that deletes leaves two of them, under any later one.
+    """
+    if not is_compacted(folder):
+        return False
+    first = (next(scan(number, path), None) for number, path in segments(folder))
+    openings = [each.record for each in first if isinstance(each, Entry) and isinstance(each.record, Opening)]
+    return any(opening.keep != "all" for opening in openings)
+
+
 def is_compacted(folder: Path) -> bool:
-    """Segments were deleted at the beginning of the journal."""
+    """Segments are not there at the beginning of the journal."""
     return any(number > 0 for number, _ in segments(folder)[:1])

@@ -185,7 +185,7 @@ class Journal:
 
     def _begin(self, number: int, snapshot: bytes) -> _Segment:
         """A new segment. Raises JournalFull, OSError."""
-        opening = Opening(time=time.time(), segment=number, run=self._run)
+        opening = Opening(time=time.time(), segment=number, run=self._run, keep=self._config.keep)
         return self._opened(lambda: _Segment(self._folder, opening, snapshot), segment_path(self._folder, number))
 
     def _opened(self, call: Callable[[], T], path: Path) -> T:

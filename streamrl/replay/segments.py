@@ -49,6 +49,7 @@ class Opening(Record, frozen=True, kw_only=True):
     time: float  # seconds since the epoch
     segment: int | None = None  # its own number; None in segments from before it was kept
     run: str | None = None  # id of the run; None from before runs had ids
+    keep: str | None = None  # `journal.keep` under which it is written; None in segments from before it was noted
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -106,7 +106,9 @@ def test_configurations_that_are_measured_by_themselves_are_kept_in_one_file(tmp
     path = tmp_path / "tune.json"
     short, long = tuned_row("short-answers", [90.0] * 3), tuned_row("long-answers", [80.0] * 3)
     assert joined(path, [short]) == [short]
-    path.write_text(json.dumps({"rows": [short]}))
+    path.write_text(json.dumps({"quick": True, "rows": [short]}))
+    assert joined(path, [long]) == [long]
+    path.write_text(json.dumps({"quick": False, "rows": [short]}))
     assert joined(path, [long]) == [long, short]
     again = tuned_row("short-answers", [99.0] * 3)
     assert joined(path, [again]) == [again]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -129,13 +130,17 @@ def recorded(
 
 @pytest.fixture
 def audited(recorded, make_group, tmp_path):
-    """`audited(off, unknown)`: what is found where what version v + off drew carries the stamp v, and the kept weights
-    of version `unknown` are no numbers.
+    """`audited(off, unknown, lost, newest)`: what is found where what version v + off drew carries the stamp v, the
+    kept weights of version `unknown` are no numbers, those of `lost` are not there, and the last start is `newest`.
     """
     config, run, samples = recorded
 
-    def find(off: int, unknown: int | None = None) -> Findings:
+    def find(off: int, unknown: int | None = None, lost: Sequence[int] = (), newest: int = 0) -> Findings:
+        for folder in ("weights", "journal"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
         shutil.copytree(run / "weights", tmp_path / "weights")
+        for version in lost:
+            shutil.rmtree(tmp_path / "weights" / f"{version}.0")
         if unknown is not None:
             file = tmp_path / "weights" / f"{unknown}.0" / "model.safetensors"
             save_file({name: weight * math.nan for name, weight in load_file(file).items()}, file)
@@ -149,7 +154,7 @@ def audited(recorded, make_group, tmp_path):
             journal.append_group(Completed(group_id=step, attempt=0, size=1, tokens=SAMPLES * TOKENS), frames)
             journal.append(Consumed(step=step, group_ids=(step,)))
             counts = {"tokens/trained": SAMPLES * TOKENS, "staleness/max": 0}
-            rows.append(json.dumps({"step": step + 1, "version": f"{step + 1}.0", **counts}) + "\n")
+            rows.append(json.dumps({"step": step + 1, "version": f"{step + 1}.{newest}", **counts}) + "\n")
         journal.commit()
         journal.close()
         (tmp_path / "metrics.jsonl").write_text("".join(rows))
@@ -191,6 +196,16 @@ def test_where_a_step_changes_less_than_rounding_the_slope_alone_finds_them(audi
     (problem,) = findings.problems
     assert "another version drew them" in problem
     assert "behind" in problem
+
+
+def test_weights_that_should_have_been_kept_are_missed_also_those_of_a_former_start(audited):
+    def missed(lost: Sequence[int], newest: int) -> list[str]:
+        return [problem for problem in audited(0, lost=lost, newest=newest).problems if "are not kept" in problem]
+
+    told = "version 2.0 is stamped on tokens, but its weights are not kept"
+    assert missed([2], newest=0) == missed([2], newest=1) == [told]
+    assert missed([1, 3], newest=1) == []  # every second one was kept, before the run was resumed with every one
+    assert len(missed([1, 3], newest=0)) == 2
 
 
 def test_kept_weights_that_are_no_numbers_are_found_and_loosen_no_limit(audited):

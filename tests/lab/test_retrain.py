@@ -1,5 +1,6 @@
 """`streamrl retrain --set`: the same data trained otherwise, on a record that no server was needed for."""
 
+import dataclasses
 import math
 import os
 import re
@@ -22,8 +23,10 @@ from streamrl.lab.retrain import caveats
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
+from streamrl.replay import history
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed, Quarantined
+from streamrl.replay.segments import Entry, Opening, scan
 from streamrl.stream.codec import encode_group
 from streamrl.types import Group
 
@@ -103,14 +106,14 @@ def test_a_run_that_was_shortened_afterwards_is_trained_to_the_step_that_it_has_
 
 
 def test_a_journal_whose_begin_was_deleted_under_another_setting_is_refused_and_audited_from_where_it_begins(
-    kept, make_group, tmp_path, capsys
+    kept, make_group, tmp_path, capsys, monkeypatch
 ):
     later = tmp_path / "run"
     shutil.copytree(kept, later)
     for file in (later / "journal").iterdir():
         file.unlink()
     (later / "journal" / "000003.journal").touch()
-    journal = Journal(later / "journal", JournalConfig(), b"")
+    journal = Journal(later / "journal", JournalConfig(keep="resume"), b"")
     for step in (1, 2):
         _append(journal, make_group, step)
     journal.commit()
@@ -122,6 +125,10 @@ def test_a_journal_whose_begin_was_deleted_under_another_setting_is_refused_and_
     findings = audit(later, load_run(later))
     assert (findings.first, findings.batches) == (1, 2)
     assert not [problem for problem in findings.problems if "was due" in problem or "before group" in problem]
+    written = (later / "journal" / "000004.journal").read_bytes()
+    assert written.count(b"\xa4keep\xa6resume") == 1  # where no setting has deleted them, they are lost
+    monkeypatch.setattr(history, "scan", lambda *of: map(_kept_all, scan(*of)))
+    assert any("where step 0 was due" in problem for problem in audit(later, load_run(later)).problems)
 
 
 def test_a_batch_that_was_handed_out_and_not_trained_before_the_run_was_ended_is_not_trained(
@@ -218,6 +225,13 @@ def test_a_key_that_would_change_what_the_data_means_is_refused_by_name(recorded
 def test_the_caveats_warn_where_most_of_the_data_is_another_policys():
     assert any("WARNING" in line for line in caveats(0.3))
     assert not any("WARNING" in line for line in caveats(0.9))
+
+
+def _kept_all(entry):
+    """An entry as a run with `journal.keep: all` writes it."""
+    if isinstance(entry, Entry) and isinstance(entry.record, Opening):
+        return dataclasses.replace(entry, record=replace(entry.record, keep="all"))
+    return entry
 
 
 def _retrain(run: Path, output: Path, *changes: str) -> int:

@@ -109,7 +109,7 @@ def test_types_are_read_as_they_are_written():
 def test_fields_reach_the_configuration_that_has_them(model_folder, trainer_of):
     fields = {
         "tp_comm_bootstrap_backend": "gloo",
-        "decoupled_weight_decay": False,
+        "apply_wd_to_qk_layernorm": True,
         "gradient_reduce_div_fusion": False,
         "config_logger_dir": "",
     }
@@ -117,7 +117,7 @@ def test_fields_reach_the_configuration_that_has_them(model_folder, trainer_of):
     chunk = trainer._wrapped[0]
     assert chunk.config.tp_comm_bootstrap_backend == "gloo"
     assert not chunk.ddp_config.gradient_reduce_div_fusion
-    assert trainer._optimizer.megatron.config.decoupled_weight_decay is False
+    assert trainer._optimizer.megatron.config.apply_wd_to_qk_layernorm
     given = megatron_fields.values_of({"fp8_recipe": "tensorwise"}, "OptimizerConfig")
     assert given == megatron_fields.values_of({"fp8_recipe": "tensorwise"}, "TransformerConfig")  # as one argument is
 

@@ -107,7 +107,8 @@ def test_a_server_that_computes_otherwise_or_has_other_weights_is_told() -> None
     far = told("engines", mismatch__mean=0.02, mismatch__limit=0.01)
     documented("a server is ... nats a token from the learner with the same weights...", far, GOES_ON)
     assert hints_of(course({}, {"mismatch/mean": 0.008, "mismatch/limit": 0.01})) == []
-    none = told("engines", mismatch__infinite=0.25, mismatch__limit=0.01)
+    none = told("engines", mismatch__infinite=0.002, mismatch__limit=0.01)
+    assert "of 0.2% of the tokens" in none
     documented("of ...% of the tokens a server, or the learner, has a log-prob that is no number", none, GOES_ON)
     other = told("other_weights", mismatch__slope=1.0, mismatch__slope_error=0.05)
     documented("a server is ...% of the way to the weights before those that it reports...", other, GOES_ON)

@@ -29,7 +29,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.stamps import Neighbours
 from streamrl.places import load_run
 from streamrl.preflight.model import check_folder
-from streamrl.recorded.journal import JournalDamaged, batches, has_begin
+from streamrl.recorded.journal import JournalDamaged, batches, has_deleted
 from streamrl.recorded.weights import kept_versions
 from streamrl.replay.orders import make_order
 from streamrl.types import Batch, PolicyVersion
@@ -54,7 +54,7 @@ def audit(run_folder: Path, config: Config, tolerance: float | None = None) -> F
     kept = kept_versions(run_folder)
     tokens: dict[PolicyVersion, list[Stamped]] = defaultdict(list)  # of the kept ones; the others have none
     versions = {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)}
-    history = History(config, versions, has_begin=has_begin(run_folder))
+    history = History(config, versions, has_deleted=has_deleted(run_folder))
     reached = max([*saved_steps(run_folder), *(step + 1 for step in versions)], default=0)
     try:
         for batch in track(batches(run_folder), "journal", "batches", len(versions)):

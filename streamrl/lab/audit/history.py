@@ -16,10 +16,12 @@ from streamrl.types import Batch, Group, PolicyVersion, Sample
 class History:
     """What the batches so far have trained, against which the next one is checked."""
 
-    def __init__(self, config: Config, versions: dict[int, str], *, has_begin: bool = True) -> None:
-        """`versions`: learner step: the version that it made, from the metrics. `has_begin`: nothing was deleted."""
+    def __init__(self, config: Config, versions: dict[int, str], *, has_deleted: bool = False) -> None:
+        """`versions`: learner step: the version that it made, from the metrics. `has_deleted`: another `journal.keep`
+        than the present one has deleted the first batches.
+        """
         self._config = config
-        self._has_begin = has_begin and config.journal.keep == "all"
+        self._has_begin = config.journal.keep == "all" and not has_deleted
         self._order = make_order(config.replay)
         self._incarnations = {step: PolicyVersion.parse(version).incarnation for step, version in versions.items()}
         self.uses = Uses(config.replay, self._order.worst_staleness)

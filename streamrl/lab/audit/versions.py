@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,8 @@ def check_versions(
 ) -> None:
     """Compare what was recorded of `tokens`, by their stamps, with the kept weights; and whether all are kept.
 
-    Which are kept is the configuration's: that of the `newest` incarnation, where a run was resumed with another.
+    Which are to be kept is said by the configuration, for what the `newest` incarnation has published. The run may have
+    been resumed from another one: what a former incarnation has kept says every how many.
     """
     settings = AutoConfig.from_pretrained(config.model.path)
     stamped = sorted(tokens.keys() & kept.keys())
@@ -51,7 +53,9 @@ def check_versions(
                 scorer.round(version, model)
     for version in sorted(tokens.keys() - kept.keys()):
         every = config.publish.keep_every
-        if every and version.step % every == 0 and version.incarnation == newest:
+        if version.incarnation != newest:
+            every = math.gcd(*(each.step for each in kept if each.incarnation == version.incarnation))
+        if every and version.step % every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
 
 
