@@ -25,6 +25,7 @@ from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.observe.bars import Report, silent
 from streamrl.tasks.asking import Handle, find_prompt, roll_out
 from streamrl.tasks.environment import EXACT, Completion, Environment, Prompt, Rollout
+from streamrl.tasks.episodes import together
 from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import check_tasks, host_tasks
 from streamrl.tasks.left_out import fitting_size
@@ -127,7 +128,7 @@ class Walk:
             reason = f"the prompt was not made: {describe(error)}"
             log.warning("prompt %d was not evaluated: %s", index, reason)
             return Question(index=index, prompt="", missing=sum(n for _, n in wanted), reasons=(reason,))
-        found = await asyncio.gather(*(self._answers(task, index, prompt, greedy, n) for greedy, n in wanted))
+        found = await together(self._answers(task, index, prompt, greedy, n) for greedy, n in wanted)
         sampled, greedy = found[0][0], found[1][0] if len(found) > 1 else []
         return Question(
             index=index,

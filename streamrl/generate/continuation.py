@@ -68,7 +68,8 @@ class Continuation:
         self._experts: np.ndarray | None = None  # int32 [tokens read, layers * top_k]
         self._verified = self._accepted = 0  # of drafts, in the parts that came to their end
         self._finish: FinishReason | None = None
-        self.fault = ""  # how a server contradicted itself: the answer stays an abort, and nothing is added any more
+        # How a server contradicted itself, or why it does not go on: the answer stays an abort, and nothing is added.
+        self.fault = ""
         self._part: _Part | None = None  # that comes in pieces
 
     def __len__(self) -> int:

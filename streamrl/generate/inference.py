@@ -24,6 +24,7 @@ from streamrl.sampling_columns import kept_columns, temperature_column
 from streamrl.stream.contiguous import answer_arrays
 from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import Completion, Message, Prompt
+from streamrl.tasks.episodes import together
 from streamrl.types import PolicyVersion, VersionSpan
 
 # Seconds that a server has to give what a request reached when it is ended at its deadline: the way there, one decoding
@@ -203,7 +204,7 @@ class EngineInference:
         options |= {"ends": drawing.stop} if drawing.stop is not None else {}
         counts = [1] * n if self._single or drawing.apart else [n]
         requests = (self._request(ids, drawing.of_answer(i), count, options) for i, count in enumerate(counts))
-        answers = await asyncio.gather(*requests)
+        answers = await together(requests)
         return self._completions(prompt_ids, [answer for some in answers for answer in some], drawing)
 
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:

@@ -22,6 +22,7 @@ from streamrl.observe.events import EventLog
 from streamrl.observe.limits import Limits, by_decode, limits_of, of_rounding, rounds
 from streamrl.observe.mismatch import Scores, excess, mismatch_metrics
 from streamrl.stream.messages import Message, Mismatch, Publish, ScoredAnswer
+from streamrl.tasks.episodes import together
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class MismatchMeter:
     async def _round_all(self, publish: Publish, policy: ServerPolicy) -> None:
         """What fails is drawn with the next version."""
         try:
-            await asyncio.gather(*(self._round(answer, publish.version, policy) for answer in publish.scored))
+            await together(self._round(answer, publish.version, policy) for answer in publish.scored)
         except (EngineError, OtherVersionError) as error:
             log.info("the rounding of %s was not measured to its end: %s", publish.server, error)
         except Exception:
@@ -121,8 +122,7 @@ class MismatchMeter:
 
 async def _score(scored: Sequence[ScoredAnswer], version: PolicyVersion, policy: ServerPolicy) -> list[Scores]:
     """Each answer's scores by a server that has `version`. Raises EngineError, and OtherVersionError."""
-    prefills = [_prefill(answer.ids, answer.prompt, version, policy) for answer in scored]
-    found = await asyncio.gather(*prefills)
+    found = await together(_prefill(answer.ids, answer.prompt, version, policy) for answer in scored)
     return [
         Scores(each[answer.trained], np.array(answer.logprobs, np.float32), np.array(answer.former, np.float32))
         for answer, each in zip(scored, found, strict=True)

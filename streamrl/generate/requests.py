@@ -198,8 +198,9 @@ class _Request:
             before = len(answer)
             try:
                 lost = await self._ask([answer], *answer.rest(), max(floor, answer.version or floor))
-            except EngineError:
-                return  # refused, as its first part would have been: it stays an abort
+            except EngineError as error:  # refused, as its first part would have been: it stays an abort
+                answer.fault = str(error)
+                return
             if len(answer) > before:
                 stalls = tries = 0
             elif lost:

@@ -308,18 +308,19 @@ async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft
     `model`: the run's own path of it. `timeout`: seconds that one call may take. Raises ServerFailed where a draft
     would have to load them, too.
     """
+    await client.pause("retract", timeout)
+    await end_open_update(client, timeout)  # behind a load that goes on: what it leaves counts
     info = await client.model_info()
     unnamed = info.weight_version == "default"  # SGLang's own name for what it was started with
     published = not unnamed and info.weight_version != str(INITIAL)
     # The disk transport leaves the server with the path of a version's folder in place of its first one.
     initial = str(model.resolve()) if _is_published(info.model_path) else info.model_path
     if published and has_draft:
+        await client.resume(timeout)
         raise ServerFailed(
             f"generate.attach: {client.address} has version {info.weight_version} of a former run, and its draft would "
             f"load {initial} as well; allowed: a server that was started again"
         )
-    await client.pause("retract", timeout)
-    await end_open_update(client, timeout)
     if published:
         log.info("%s has version %s: loading %s again", client.address, info.weight_version, initial)
         await client.update_from_disk(initial, str(INITIAL), timeout=timeout)

@@ -277,6 +277,8 @@ class Worker:
         places = self._places
         while True:
             await asyncio.sleep(ADAPT_PERIOD)
+            if self._load.asleep:  # servers that stand still tell what they last told
+                continue
             pressure = await self._fleet.pressure()
             if pressure is None:
                 continue

@@ -470,7 +470,11 @@ def test_a_request_that_never_brings_a_token_is_given_up():
 
 
 def test_a_rest_that_the_server_refuses_leaves_an_abort_and_a_refused_request_is_told():
-    assert ask(Some(one=Script(answer([7, 8], "abort", "0.0"), REFUSED))).output_ids == [7, 8]
+    with pytest.raises(PartlyAnswered, match="too long") as partly:
+        ask(Some(one=Script(answer([7, 8], "abort", "0.0"), REFUSED)))
+    assert [(each.output_ids, each.meta_info.finish_reason.type) for each in partly.value.answers] == [
+        ([7, 8], "abort")
+    ]
     with pytest.raises(EngineError, match="too long"):
         ask(Some(one=Script(REFUSED)))
 
