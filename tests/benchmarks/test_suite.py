@@ -22,7 +22,7 @@ def test_every_benchmark_of_the_table_is_a_module_that_knows_its_arguments():
 
 
 def test_every_benchmark_with_a_command_line_is_in_the_table():
-    parts = {"suite", "profiled", "parity_ranks", "fault_roles"}  # of others
+    parts = {"suite", "profiled", "parity_ranks", "fault_roles", "stored_figures"}  # of others
     scripts = {file.stem for file in Path("benchmarks").glob("*.py") if "--json" in file.read_text()}
     assert scripts - parts <= {benchmark.name for benchmark in BENCHMARKS}
 
