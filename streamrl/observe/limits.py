@@ -25,18 +25,14 @@ class Limits:
     largest: float
     p99: float
     mean: float
-    beyond: float = 0.0  # share of the tokens that may be above `largest`
 
     def times(self, factor: float) -> Limits:
-        return replace(self, largest=self.largest * factor, p99=self.p99 * factor, mean=self.mean * factor)
+        return Limits(self.largest * factor, self.p99 * factor, self.mean * factor)
 
 
 # Those of bfloat16 hold where nothing was measured.
 LIMITS = {"float32": Limits(1e-4, 1e-4, 1e-5), "bfloat16": Limits(2.0, 0.3, 0.05), "fp8": Limits(4.0, 0.9, 0.15)}
 MARGIN = 3.0  # how many times the run's own rounding the differences to its servers may be
-# The largest rounding of a few thousand tokens is not that of a whole run: what rounding takes from tokens has a long
-# tail, of which a run with millions of them sees more. A wrong stamp moves many tokens, or shows in the slope.
-BEYOND = 1e-4
 
 # How many times what decode and prefill of one server differ by. They have their linear layers in common, learner and
 # server nothing: the tiny model has 2 to 4 times that on a CPU (`benchmarks/mismatch.py`); no GPU has been measured.
@@ -82,5 +78,5 @@ def by_decode(rounding: Limits) -> Limits:
 def derived(limits: Limits, rounding: Limits | None, tolerance: float | None) -> Limits:
     """What a run is held to: MARGIN times its rounding where that was measured, and `tolerance` where it is given."""
     if rounding is not None:
-        limits = replace(rounding.times(MARGIN), beyond=BEYOND)
-    return limits if tolerance is None else replace(limits, largest=tolerance, beyond=0.0)
+        limits = rounding.times(MARGIN)
+    return limits if tolerance is None else replace(limits, largest=tolerance)

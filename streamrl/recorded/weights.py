@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
+from streamrl.observe.events import event_path, role_events
 from streamrl.publish.kept_versions import kept_root
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.types import PolicyVersion
@@ -20,6 +21,14 @@ def kept_versions(run_folder: Path) -> dict[PolicyVersion, Path]:
     """Every version that a run kept, with its Hugging Face or PEFT folder."""
     folders = kept_root(run_folder).glob("[0-9]*.[0-9]*")
     return {PolicyVersion.parse(folder.name): folder for folder in folders}
+
+
+def asked_versions(run_folder: Path) -> frozenset[PolicyVersion] | None:
+    """Every version that was to be kept when it was published, by the learner's log; None where there is none."""
+    if not event_path(run_folder, "learner").exists():
+        return None
+    events = role_events(run_folder, "learner")
+    return frozenset(PolicyVersion.parse(each["version"]) for each in events if each["event"] == "publish.keep")
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -24,6 +25,7 @@ from streamrl.config.replay import JournalConfig
 from streamrl.lab.audit import versions
 from streamrl.lab.audit.command import audit
 from streamrl.lab.audit.findings import Findings
+from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.limits import LIMITS
 from streamrl.observe.stamps import Neighbours, spread_over
 from streamrl.replay.journal import Journal
@@ -130,14 +132,23 @@ def recorded(
 
 @pytest.fixture
 def audited(recorded, make_group, tmp_path):
-    """`audited(off, unknown, lost, newest)`: what is found where what version v + off drew carries the stamp v, the
-    kept weights of version `unknown` are no numbers, those of `lost` are not there, and the last start is `newest`.
+    """`audited(off, unknown, lost, newest, asked)`: what is found where what version v + off drew carries the stamp v.
+
+    The kept weights of version `unknown` are no numbers, those of `lost` are not there, and the last start is `newest`.
+    `asked`: versions that the log says were to be kept; without it there is no log.
     """
     config, run, samples = recorded
 
-    def find(off: int, unknown: int | None = None, lost: Sequence[int] = (), newest: int = 0) -> Findings:
-        for folder in ("weights", "journal"):
+    def find(
+        off: int, unknown: int | None = None, lost: Sequence[int] = (), newest: int = 0, asked: Sequence[int] = ()
+    ) -> Findings:
+        for folder in ("weights", "journal", "events"):
             shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        if asked:
+            (tmp_path / "events").mkdir()
+            with contextlib.closing(EventLog(event_path(tmp_path, "learner"), "learner-0")) as log:
+                for version in asked:
+                    log.emit("publish.keep", phase="begin", version=f"{version}.0")
         shutil.copytree(run / "weights", tmp_path / "weights")
         for version in lost:
             shutil.rmtree(tmp_path / "weights" / f"{version}.0")
@@ -199,13 +210,15 @@ def test_where_a_step_changes_less_than_rounding_the_slope_alone_finds_them(audi
 
 
 def test_weights_that_should_have_been_kept_are_missed_also_those_of_a_former_start(audited):
-    def missed(lost: Sequence[int], newest: int) -> list[str]:
-        return [problem for problem in audited(0, lost=lost, newest=newest).problems if "are not kept" in problem]
+    def missed(lost: Sequence[int], newest: int, asked: Sequence[int] = ()) -> list[str]:
+        found = audited(0, lost=lost, newest=newest, asked=asked).problems
+        return [problem for problem in found if "are not kept" in problem]
 
     told = "version 2.0 is stamped on tokens, but its weights are not kept"
     assert missed([2], newest=0) == missed([2], newest=1) == [told]
-    assert missed([1, 3], newest=1) == []  # every second one was kept, before the run was resumed with every one
-    assert len(missed([1, 3], newest=0)) == 2
+    assert missed([1, 3], newest=1, asked=(0, 2, 4)) == []  # before the run was resumed with every one
+    assert missed([1, 2, 3], newest=1, asked=(0, 2, 4)) == [told]
+    assert len(missed([1, 3], newest=0, asked=(0, 2, 4))) == 2
 
 
 def test_kept_weights_that_are_no_numbers_are_found_and_loosen_no_limit(audited):

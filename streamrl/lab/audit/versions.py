@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +30,12 @@ def check_versions(
     findings: Findings,
     *,
     newest: int = 0,
+    asked: Set[PolicyVersion] | None = None,
 ) -> None:
     """Compare what was recorded of `tokens`, by their stamps, with the kept weights; and whether all are kept.
 
-    Which are to be kept is said by the configuration, for what the `newest` incarnation has published. The run may have
-    been resumed from another one: what a former incarnation has kept says every how many.
+    Which are to be kept is said by the configuration. A former incarnation than the `newest` may have had another one:
+    of its versions those are to be there that were `asked` for; None: that is not known, and the configuration counts.
     """
     settings = AutoConfig.from_pretrained(config.model.path)
     stamped = sorted(tokens.keys() & kept.keys())
@@ -53,9 +53,10 @@ def check_versions(
                 scorer.round(version, model)
     for version in sorted(tokens.keys() - kept.keys()):
         every = config.publish.keep_every
-        if version.incarnation != newest:
-            every = math.gcd(*(each.step for each in kept if each.incarnation == version.incarnation))
-        if every and version.step % every == 0:
+        is_due = every > 0 and version.step % every == 0
+        if version.incarnation != newest and asked is not None:
+            is_due = version in asked
+        if is_due:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
 
 
