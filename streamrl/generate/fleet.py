@@ -20,6 +20,7 @@ from streamrl.config import Config
 from streamrl.engine.answers import Pressure
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.server import ServerFailed
+from streamrl.generate.gate import RequestGate
 from streamrl.generate.request_placement import Placement
 from streamrl.generate.requests import GroupPolicy, Place
 from streamrl.generate.router import ROUTER, RouterPolicy
@@ -55,9 +56,7 @@ class Fleet:
         self._newest = INITIAL  # that any of the servers ever had
         self._floors: dict[str, PolicyVersion] = {}  # of servers without weights: what they must have before a request
         self._given_up = 0
-        self._awake = asyncio.Event()  # the servers have the devices
-        self._awake.set()
-        self._order = asyncio.Lock()  # who comes up, sleeps or wakes does so one after the other
+        self._turn = RequestGate()  # of the servers on shared devices; who comes up does so within it
         self._wake = asyncio.Event()
         self._lives: list[ServedModel] = [self._life(place) for place in range(config.generate.servers)]
         self._up: dict[str, ServedModel] = {}
@@ -167,17 +166,15 @@ class Fleet:
     # -- turns on shared devices
 
     async def sleep(self) -> None:
-        """The learner has the devices from the end of this call on."""
-        self._awake.clear()
-        async with self._order:
-            await asyncio.gather(*(served.sleep() for served in self._up.values()))
+        """The learner has the devices from the end of this call on: a start under way comes to its end first."""
+        await self._turn.close(timeout=None)
+        await asyncio.gather(*(served.sleep() for served in self._up.values()))
 
     async def wake(self) -> None:
         """The servers have them again."""
-        async with self._order:
-            if not self._awake.is_set():
-                await asyncio.gather(*(served.wake() for served in self._up.values()))
-            self._awake.set()
+        if not self._turn.is_open:
+            await asyncio.gather(*(served.wake() for served in self._up.values()))
+        self._turn.open()
 
     # -- versions, health
 
@@ -254,18 +251,15 @@ class Fleet:
 
     async def _start_again(self, place: int, restarts: int, announce: Announce) -> ServerFailed | None:
         """A new life for a lost server, begun in the servers' turn; why not, where it did not come up."""
-        await self._awake.wait()
-        served = self._lives[place] = self._life(place)
-        self._floors[served.name] = self._newest
-        try:
-            await served.start(patient=True)
-        except ServerFailed as failure:
-            log.warning("%s did not come back: %s", served.name, failure)
-            await served.close()
-            return failure
-        async with self._order:
-            if not self._awake.is_set():
-                await served.sleep()
+        async with self._turn.pass_():
+            served = self._lives[place] = self._life(place)
+            self._floors[served.name] = self._newest
+            try:
+                await served.start(patient=True)
+            except ServerFailed as failure:
+                log.warning("%s did not come back: %s", served.name, failure)
+                await served.close()
+                return failure
             self._up[served.name] = served
         self._events.emit("server.restarted", server=served.name, address=served.address, restarts=restarts)
         self._notify()

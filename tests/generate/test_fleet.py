@@ -21,6 +21,8 @@ from streamrl.config import Config
 from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate import fleet as fleet_module
 from streamrl.generate.fleet import Fleet
+from streamrl.generate.pauses import Reason
+from streamrl.generate.served import ServedModel
 from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.publisher import Publisher
 from streamrl.stream.messages import Progress
@@ -212,6 +214,50 @@ def test_a_server_that_cannot_be_killed_costs_the_worker_none_of_its_others(
 
     with_fleet(config, tmp_path, events, job)
     documented("process ... was killed and has not ended in ... s: ...", caplog.text, GOES_ON)
+
+
+def test_a_server_comes_up_within_the_servers_turn_and_the_learners_begins_behind_it(
+    fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "FIRST_PAUSE", 0.01)
+    config, events = twice(fresh_server, tmp_path, model_folders[0])
+    start = ServedModel.start
+
+    async def nothing() -> None:
+        return
+
+    async def job(fleet: Fleet) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def late(served: ServedModel, *, patient: bool = False) -> None:
+            begun.set()
+            await go_on.wait()
+            await start(served, patient=patient)
+
+        monkeypatch.setattr(ServedModel, "start", late)
+        keeping = asyncio.create_task(fleet.keep(nothing))
+        async with asyncio.timeout(DEADLINE):
+            await fleet.sleep()
+            lost = fleet.servers["server-0-0"]
+            lost.fail("is gone")
+            while "server-0-0" in fleet.servers:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)  # longer than the pause before it is started again
+            assert not begun.is_set()
+            await fleet.wake()
+            await begun.wait()
+            sleeping = asyncio.create_task(fleet.sleep())
+            await asyncio.sleep(0.1)
+            assert not sleeping.done()
+            go_on.set()
+            await sleeping
+            again = fleet.servers["server-0-0"]
+            assert again is not lost
+            assert all(served._pauses.holds(Reason.ASLEEP) for served in fleet.servers.values())
+            await fleet.wake()
+        keeping.cancel()
+
+    with_fleet(config, tmp_path, events, job)
 
 
 def failing(reason: str) -> Callable[[], None]:

@@ -18,7 +18,7 @@ class Answering:
         self.asked: list[str] = []
         self.free = asyncio.Event()
 
-    async def generate(self, name, *, fails=False):
+    async def generate(self, input_ids, sampling, n, name=None, *, fails=False):
         self.asked.append(name)
         await self.free.wait()
         if fails:
@@ -27,6 +27,9 @@ class Answering:
 
     async def abort(self, request_id=""):
         self.free.set()
+
+
+REQUEST: tuple[list[int], dict[str, int], int] = ([1, 2], {}, 1)
 
 
 async def settle() -> None:
@@ -38,11 +41,11 @@ def test_a_closed_gate_holds_new_requests_back_and_waits_for_those_inside():
     async def run():
         policy, gate = Answering(), RequestGate()
         gated = GatedPolicy(policy, gate)
-        first = asyncio.create_task(gated.generate("first"))
+        first = asyncio.create_task(gated.generate(*REQUEST, "first"))
         await settle()
         closing = asyncio.create_task(gate.close(LONG))
         await settle()
-        second = asyncio.create_task(gated.generate("second"))
+        second = asyncio.create_task(gated.generate(*REQUEST, "second"))
         await settle()
         assert policy.asked == ["first"]
         assert not closing.done()
@@ -59,8 +62,8 @@ def test_a_request_that_fails_or_is_given_up_leaves_the_gate():
     async def run():
         policy, gate = Answering(), RequestGate()
         gated = GatedPolicy(policy, gate)
-        failing = asyncio.create_task(gated.generate("failing", fails=True))
-        given_up = asyncio.create_task(gated.generate("given up"))
+        failing = asyncio.create_task(gated.generate(*REQUEST, "failing", fails=True))
+        given_up = asyncio.create_task(gated.generate(*REQUEST, "given up"))
         await settle()
         assert gate.inside == 2
         given_up.cancel()
@@ -68,11 +71,28 @@ def test_a_request_that_fails_or_is_given_up_leaves_the_gate():
         with pytest.raises(RuntimeError, match="lost"):
             await failing
         await gate.close(LONG)
-        waiting = asyncio.create_task(gated.generate("waiting"))
+        waiting = asyncio.create_task(gated.generate(*REQUEST, "waiting"))
         await settle()
         waiting.cancel()
         await settle()
         assert gate.inside == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_ended_by_its_id_while_it_waits_has_no_answer_and_never_comes_in():
+    async def run():
+        policy, gate = Answering(), RequestGate()
+        gated = GatedPolicy(policy, gate)
+        await gate.close(LONG)
+        waiting = [asyncio.create_task(gated.generate(*REQUEST, name)) for name in ("ended", "other", None)]
+        await settle()
+        await gated.abort("ended")
+        await settle()
+        assert [each.done() for each in waiting] == [True, False, False]
+        gate.open()
+        assert await asyncio.gather(*waiting) == [[], ["other"], [None]]
+        assert (policy.asked, gate.inside) == (["other", None], 0)
 
     asyncio.run(run())
 

@@ -324,6 +324,37 @@ def test_a_request_that_was_ended_by_its_id_is_not_asked_for_again():
     assert (script.ended, len(script.asked)) == (["request"], 1)
 
 
+class Closing(Script):
+    """A policy whose gate closes as soon as it is asked."""
+
+    def __init__(self, gate: RequestGate, *said: Answer) -> None:
+        super().__init__(*said)
+        self._gate = gate
+        self.closed = asyncio.Event()
+
+    async def generate(self, *request: Any, **options: Any) -> list[Answer]:
+        closing = asyncio.ensure_future(self._gate.close(TIMEOUT))
+        closing.add_done_callback(lambda _: self.closed.set())
+        return await super().generate(*request, **options)
+
+
+def test_an_answer_that_waits_at_a_closed_gate_keeps_its_tokens_when_it_is_ended():
+    gate = RequestGate()
+    script = Closing(gate, answer([7, 8], "abort", "0.0"))
+
+    async def run() -> list[Answer]:
+        policy = GroupPolicy(Some(one=GatedPolicy(script, gate)), "group", PolicyVersion(0), 0)
+        asking = asyncio.create_task(policy.generate([1, 2], {"max_new_tokens": 6}, 1, "request"))
+        async with asyncio.timeout(20):
+            await script.closed.wait()
+            await asyncio.sleep(0.1)  # it comes to the gate with what is missing
+            await policy.abort("request")
+            return await asking
+
+    (whole,) = asyncio.run(run())
+    assert (whole.output_ids, whole.meta_info.finish_reason.type, len(script.asked)) == ([7, 8], "abort", 1)
+
+
 class Pieces(Script):
     """A policy that gives pieces of several answers and then says nothing, whatever ends it."""
 
