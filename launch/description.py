@@ -80,7 +80,9 @@ class KubernetesConfig(Section):
     rdma: dict[str, int] = Field(
         default_factory=dict, description="what the cluster calls a network card, and how many a pod with GPUs gets"
     )
-    ipc_lock: bool = Field(False, description="pods with GPUs may lock memory, as RDMA does (capability IPC_LOCK)")
+    ipc_lock: bool = Field(
+        False, description="pods with GPUs have the capability IPC_LOCK, by which root locks memory, as RDMA does"
+    )
     host_network: bool = Field(False, description="pods with GPUs are in their node's network, and have its cards")
     shared_memory: str = Field("16Gi", pattern=r"^\d+(Mi|Gi)$", description="limit of /dev/shm in each pod")
     node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the nodes that may run it")

@@ -2,7 +2,7 @@
 
 python -m launch.folder prepare CONFIG      make it, or check that it may be resumed; print its path
 python -m launch.folder wait CONFIG         until another node has prepared it for this very configuration
-python -m launch.folder complete RUN        exit code 0 when the run has done all of its steps, else 1
+python -m launch.folder complete RUN        exit code 0 when the run has done all of its steps, 2 without a run, else 1
 python -m launch.folder ready RUN ROLE      exit code 0 when ROLE (generator-3) is ready since this container's start
 python -m launch.folder ready RUN ROLE 1795290000.5    the same since a time, in seconds since the epoch
 python -m launch.folder keys FOLDER         make the keys of a run before it starts, for a Secret
@@ -11,6 +11,7 @@ python -m launch.folder keys FOLDER         make the keys of a run before it sta
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from streamrl.model_dtype import with_dtype
 from streamrl.observe.events import event_path, parse_record
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
-from streamrl.stream.keys import bearer_token, service_keys
+from streamrl.stream.keys import KeysUnusable, bearer_token, service_keys
 
 POLL = 0.5  # seconds between two looks for what another node does
 
@@ -102,6 +103,8 @@ def main() -> int:
     options = parser.parse_args()
     if (options.question == "ready") != (options.role is not None):
         parser.error("ready, and nothing else, takes a ROLE")
+    if options.role is not None and not re.fullmatch(r"\S+-\d+", options.role):
+        parser.error(f"{options.role} is no role; allowed: such as generator-3")
     try:
         match options.question:
             case "prepare" | "wait":
@@ -116,6 +119,9 @@ def main() -> int:
     except ConfigError as error:
         for line in error.lines:
             print(f"streamrl: {line}", file=sys.stderr)
+        return 2
+    except KeysUnusable as error:
+        print(f"streamrl: {error}", file=sys.stderr)
         return 2
     return 0
 

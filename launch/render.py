@@ -15,6 +15,7 @@ import functools
 import re
 import shlex
 import sys
+from collections.abc import Set
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import config_path
 from streamrl.config.words import as_text
+from streamrl.lab.output import output_folder
 
 from .description import NO_WORD, WORDS, Description, Nodes, load
 from .placement import place
@@ -35,6 +37,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 KEYS = "/etc/streamrl/keys"  # where a Secret of keys is mounted
 
 LONGEST_NAME = 40  # of a run on Kubernetes: a host's name has 63 characters, and ends with role and number
+LONGEST_JOB = 56  # of a run and a role; the number of a pod, "-0-9999", follows
 
 
 class Launch:
@@ -167,7 +170,7 @@ class Launch:
         first, every = 0, sum(pool.workers * pool.server_nodes for pool in self.config.generate.each_pool)
         for pool in self.config.generate.each_pool:
             gpus = pool.gpus if nodes.gpus else 0
-            name = "generator" + (f"-{_plain(pool.name)}" if pool.name else "")
+            name = _generator_name(self.name, pool.name, {job["name"] for job in jobs})
             index, role = _pod(first, pool.server_nodes)
             command = f"roles.generator({index})"
             share = Fraction(gpus, nodes.gpus) if gpus else min(Fraction(nodes.nodes, every), Fraction(1))
@@ -303,6 +306,18 @@ def _kubernetes_name(config: Config) -> str:
     return name
 
 
+def _generator_name(run: str, pool: str, others: Set[str]) -> str:
+    """The Job of a pool. Raises ConfigError where its pods have no names as hosts, or one of `others`."""
+    name = "generator" + (f"-{_plain(pool)}" if pool else "")
+    longest = LONGEST_JOB - len(f"{run}-generator-")
+    if len(f"{run}-{name}") > LONGEST_JOB or not re.fullmatch(r"[a-z0-9-]*[a-z0-9]", name) or name in others:
+        raise ConfigError(
+            f"generate.pools: the name {pool!r} makes no name of a host of its own; allowed: up to {longest} letters, "
+            "digits and -._, at the end no sign, and for each pool others than in capitals or signs alone"
+        )
+    return name
+
+
 def _plain(name: str) -> str:
     """`Qwen2.5_32B` -> `qwen2-5-32b`."""
     return re.sub(r"[._]", "-", name.lower())
@@ -325,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("form", choices=("hosts", "slurm", "kubernetes"))
     parser.add_argument("description", type=config_path, metavar="RUN.yaml")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="made where it is missing")
+    parser.add_argument("-o", "--output", type=output_folder, metavar="FOLDER", help="made where it is missing")
     parser.add_argument("--dry-run", action="store_true", help="say what would be started, and write nothing")
     options = parser.parse_args(arguments)
     try:

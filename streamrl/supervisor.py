@@ -163,6 +163,8 @@ class Supervisor:
         self.replay.start()
         while not self.interrupts and not self.replay.is_ready():
             self._check(self.replay)
+            if self.replay.exit_code == 0 and not self.replay.is_ready():  # a signal has reached it alone
+                raise RoleFailed(f"{self.replay.name} ended before it was ready; {self._log_tail(self.replay)}")
             console.refresh()
             time.sleep(POLL)
         for role in (*self.reward_models, *self.generators, self.learner):
@@ -271,7 +273,7 @@ class Supervisor:
             return
         done = max((row["step"] for row in read_metrics(self.run_folder)), default=0)
         if done < self.config.run.steps:
-            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._log_tail(self.roles[0])}")
+            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._log_tail(self.learner)}")
 
     def _stop(self, *, ask: bool) -> None:
         """Wait, `run.stop_timeout` at most, until all roles have ended.

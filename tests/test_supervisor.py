@@ -211,6 +211,12 @@ def test_a_role_that_is_not_ready_in_time_ends_the_run(supervise, capsys):
     documented("... was not ready in run.start_timeout=... s; last lines of ...", capsys.readouterr().err, code)
 
 
+def test_a_replay_service_that_a_signal_ends_before_it_is_ready_ends_the_run(supervise, capsys):
+    code, folder = supervise(replay=[{"end": "well", "ready": False}])
+    documented("... ended before it was ready; last lines of ...", capsys.readouterr().err, code)
+    assert not (folder / "generator-0.pid").exists()
+
+
 def test_a_clock_that_is_set_while_the_run_goes_on_changes_nothing(supervise, monkeypatch):
     """The roles' events have times of before the jumps; the supervisor reads what was told since the start."""
     clock, looks = time.time, itertools.count(1)
@@ -310,7 +316,9 @@ def test_an_exit_that_was_asked_for_ends_with_0_and_says_how_to_go_on(supervise,
     assert starts(folder, "learner-0") == 1
     code, _ = supervise(replay=[WAITS], learner=[{"end": "done", "steps": 2}])
     assert code == 1, "nobody asked the next start to end there"
-    documented("ended at step ... of ...; last lines of ...", capsys.readouterr().err, code)
+    said = capsys.readouterr().err
+    documented("ended at step ... of ...; last lines of ...", said, code)
+    assert "learner-0.log" in said
 
 
 def test_ctrl_c_is_answered_while_hundreds_of_roles_are_being_started(supervise, monkeypatch, capsys):

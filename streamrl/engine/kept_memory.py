@@ -138,8 +138,9 @@ class SingleMemory:
 
     def begin(self) -> None:
         if not self._memory.begin():
+            memory = KeptMemory()  # where there is none, the former one stays as it is
             self._memory.close()
-            self._memory = KeptMemory()
+            self._memory = memory
             self._memory.begin()
 
     def allocate(self, index: int, size: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from streamrl.tasks.episodes import together
 from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import check_tasks, host_tasks
 from streamrl.tasks.left_out import fitting_size
-from streamrl.tasks.scoring import says_nothing
+from streamrl.tasks.scoring import judgements
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,11 @@ class Walk:
             reason = f"the prompt was not made: {describe(error)}"
             log.warning("prompt %d was not evaluated: %s", index, reason)
             return Question(index=index, prompt="", missing=sum(n for _, n in wanted), reasons=(reason,))
-        found = await together(self._answers(task, index, prompt, greedy, n) for greedy, n in wanted)
-        sampled, greedy = found[0][0], found[1][0] if len(found) > 1 else []
+        found = await together(self._rollouts(task, index, prompt, greedy, n) for greedy, n in wanted)
+        # A scorer that failed on every answer, if on one alone, says nothing of the policy.
+        broken = None not in judgements([rollout for rollouts, _ in found for rollout in rollouts])
+        judged = [self._counted(rollouts, broken, reasons) for rollouts, reasons in found]
+        sampled, greedy = judged[0], judged[1] if len(judged) > 1 else []
         return Question(
             index=index,
             prompt=prompt.content,
@@ -141,26 +144,29 @@ class Walk:
             reasons=tuple(dict.fromkeys(reason for _, reasons in found for reason in reasons)),
         )
 
-    async def _answers(
+    async def _rollouts(
         self, task: Environment, index: int, prompt: Prompt, greedy: bool, n: int
-    ) -> tuple[list[Judged], Sequence[str]]:
-        """The judged answers, at most `n`, to the prompt that was asked for as `index`, and why others are missing."""
+    ) -> tuple[list[Rollout], list[str]]:
+        """At most `n` rollouts of the prompt that was asked for as `index`, and why others are missing."""
         handle = self._handles(greedy=greedy, deadline=self._deadline)
         try:
             async with asyncio.timeout_at(self._deadline + SCORING_TIME):
-                rollouts = await roll_out(task, handle, prompt, n)
+                return await roll_out(task, handle, prompt, n), handle.failures
         except EngineError:
             raise
         except Exception as error:  # the policy for foreign tasks: the prompt is left out, not the evaluation
             log.warning("prompt %d was not evaluated: %s: %s", index, type(error).__name__, error)
             return [], [*handle.failures, f"{type(error).__name__}: {error}"]
-        judged, broken = [], says_nothing(rollouts)
+
+    def _counted(self, rollouts: Sequence[Rollout], broken: bool, reasons: list[str]) -> list[Judged]:
+        """The judged answers that count; why others do not is added to `reasons`."""
+        judged = []
         for rollout in rollouts:
             if reason := (rollout.failure if rollout.masked or broken else None) or self._refusal(rollout):
-                handle.failures.append(reason)
+                reasons.append(reason)
             elif rollout.is_answered:
                 judged.append(_judged(rollout))
-        return judged, handle.failures
+        return judged
 
     def _refusal(self, rollout: Rollout) -> str | None:
         """Why an answer is none of the version that is evaluated."""

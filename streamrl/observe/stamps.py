@@ -16,13 +16,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamrl.observe.student import NORMAL, student_t
+
 TOLD = 4.0  # standard errors by which 0 and 1 must be apart for a slope to tell them apart
 BETWEEN = 0.5  # a slope beyond it is nearer to the neighbour
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """How much of the way to the neighbour the tokens are, 0 to 1, and its standard error."""
+    """How much of the way to the neighbour the tokens are, 0 to 1, and its standard error.
+
+    The error is estimated from how much the slope changes without one sample, and is infinite for a single one; for few
+    it is larger by as much as an interval by Student's t is wider than a normal one.
+    """
 
     value: float
     error: float
@@ -69,14 +75,22 @@ class Neighbours:
         squares = dd - 2 * d_mean * d + n * d_mean**2
         if not (whole := squares.sum()) > 0:
             return None
-        value = products.sum() / whole
-        return Slope(float(value), math.sqrt(float(((products - value * squares) ** 2).sum())) / float(whole))
+        products, squares = products[squares > 0], squares[squares > 0]
+        value, count = float(products.sum() / whole), len(squares)
+        if count == 1:
+            return Slope(value, math.inf)
+        without = (products.sum() - products) / (squares.sum() - squares)
+        error = math.sqrt((count - 1) * float(without.var()))
+        return Slope(value, error * student_t(count - 1) / NORMAL)
 
 
-def spread_over(sizes: Sequence[int], most: int) -> list[int]:
-    """Which of some samples with `sizes` tokens are looked at: evenly spread, and about `most` tokens together."""
+def spread_over(sizes: Sequence[int], most: int, *, fewest: int = 1) -> list[int]:
+    """Which of some samples with `sizes` tokens are looked at: evenly spread, and about `most` tokens together.
+
+    `fewest`: samples at the least, where there are as many.
+    """
     total = sum(sizes)
     if total <= most:
         return list(range(len(sizes)))
-    count = max(1, len(sizes) * most // total)
+    count = min(len(sizes), max(fewest, len(sizes) * most // total))
     return sorted({index * len(sizes) // count for index in range(count)})

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 import zmq
 
 from streamrl.config.replay import StreamConfig
@@ -28,6 +27,7 @@ from streamrl.publish.transport import (
     PublishError,
     Sink,
     as_publish_errors,
+    bucket_checksum,
     delta_name,
     read_manifest,
     whole_name,
@@ -49,6 +49,7 @@ class DeltaSink(Sink):
         self._keys = keys
         self._timeout = timeout
         self._memory = KeptMemory()
+        self._changing: asyncio.Task[None] | None = None  # writes into the memory, maybe for a try that was given up
         self._arrays: list[np.ndarray] = []  # the kept version, a bucket each
         self._buckets: tuple[BucketLayout, ...] = ()  # what it is, checksums included
         self._version = ""  # empty: nothing whole is kept
@@ -66,7 +67,7 @@ class DeltaSink(Sink):
         except TimeoutError as error:
             reason = f"version {version} did not arrive from {plan.address} in publish.timeout={self._timeout:g} s"
             raise PublishError(reason) from error
-        except (ParcelRefused, KeysUnusable, zmq.ZMQError) as error:
+        except (ParcelRefused, KeysUnusable, zmq.ZMQError, OSError, MemoryError) as error:
             raise PublishError(f"version {version} from {plan.address}: {error}") from error
         assert self._place is not None
         with as_publish_errors():
@@ -93,8 +94,9 @@ class DeltaSink(Sink):
             for base in links
         ]
         self._open([bucket.bytes for bucket in plan.buckets], keep=True)
+        self._changing = asyncio.create_task(asyncio.to_thread(_apply_all, self._arrays, changes))
         try:
-            await asyncio.to_thread(_apply_all, self._arrays, changes)
+            await asyncio.shield(self._changing)  # a timeout ends this wait, and no thread
         except ValueError as error:
             log.warning("version %s: %s: the whole version is fetched", version, error)
             return False
@@ -108,12 +110,17 @@ class DeltaSink(Sink):
             raise PublishError(f"version {version} came with other checksums than announced")
 
     def _open(self, sizes: Sequence[int], keep: bool) -> None:
-        """Take the memory for writing; `keep`: with what it holds. Memory with the server inside is left to it."""
+        """Take the memory for writing; `keep`: with what it holds.
+
+        Memory with the server inside is left to it, and memory that is still being changed to the thread that does.
+        """
         former, self._version = self._arrays, ""
-        inside = not self._memory.begin()
+        is_changing = self._changing is not None and not self._changing.done()
+        inside = is_changing or not self._memory.begin()
         if inside:
+            memory = KeptMemory()  # where there is none, the former one stays as it is
             self._memory.close()
-            self._memory = KeptMemory()
+            self._memory, self._changing = memory, None
             self._memory.begin()
         self._arrays = [self._memory.allocate(index, size) for index, size in enumerate(sizes)]
         if inside and keep:
@@ -138,4 +145,4 @@ def _apply_all(arrays: Sequence[np.ndarray], changes: Sequence[Sequence[np.ndarr
 
 
 def _checksums(arrays: Sequence[np.ndarray]) -> list[str]:
-    return [xxhash.xxh3_64_hexdigest(array.data) for array in arrays]
+    return [bucket_checksum(array.data) for array in arrays]

@@ -10,19 +10,24 @@ A chain that would be no smaller than the version itself is cut. The bytes go ov
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+import zmq
 
 from streamrl.config.replay import StreamConfig
 from streamrl.engine.load_plan import BucketLayout
 from streamrl.publish.delta_codec import encode
 from streamrl.publish.staging import Staged
 from streamrl.publish.transport import Check, DeltaManifest, PublishError, Source, delta_name, is_verified, whole_name
+from streamrl.stream.door import DoorFailed
+from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import Buffer, ServerState
 from streamrl.stream.parcels import ParcelServer
 from streamrl.types import PolicyVersion
@@ -46,7 +51,8 @@ class DeltaSource(Source):
 
     def __init__(self, host: str, stream: StreamConfig, keys: Path, verify_every: int) -> None:
         """`host`: this machine's address as the workers see it. `keys`: the folder of the run's keys."""
-        self.parcels = ParcelServer(host, stream, keys)
+        self._listen = partial(ParcelServer, host, stream, keys)
+        self.parcels = self._listen()
         self._verify_every = verify_every
         self._order = 0  # number of the newest manifest: who still asks for a former one is refused
         self._version: PolicyVersion | None = None
@@ -55,11 +61,15 @@ class DeltaSource(Source):
         self._chain: deque[_Link] = deque()
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
-        if staged.version != self._version:
-            try:
+        try:
+            if self.parcels.is_closed:
+                self.parcels = self._listen()
+            if staged.version != self._version:
                 self._add(staged)
-            except MemoryError as error:
-                raise PublishError(f"no memory for what changed in version {staged.version}: {error}") from error
+        except MemoryError as error:
+            raise PublishError(f"no memory for what changed in version {staged.version}: {error}") from error
+        except (KeysUnusable, zmq.ZMQError) as error:
+            raise PublishError(f"no socket for version {staged.version}: {error}") from error
         self._order += 1
         manifest = DeltaManifest(
             address=self.parcels.address,
@@ -81,7 +91,7 @@ class DeltaSource(Source):
         def find(name: str) -> Buffer | None:
             return next((link.parcels[name] for link in self._chain if name in link.parcels), whole.get(name))
 
-        while not self.parcels.serve(self._order, find, WAIT):
+        while not self._serve(find):
             check()
 
     def drop(self, server: str) -> None:
@@ -89,6 +99,13 @@ class DeltaSource(Source):
 
     def close(self) -> None:
         self.parcels.close()
+
+    def _serve(self, find: Callable[[str], Buffer | None]) -> bool:
+        try:
+            return self.parcels.serve(self._order, find, WAIT)
+        except (DoorFailed, zmq.ZMQError) as error:
+            self.parcels.close()  # nobody guards it, or it is broken; the next manifest names another
+            raise PublishError(f"the socket for the weights: {error}") from error
 
     def _add(self, staged: Staged) -> None:
         """Lengthen the chain by `staged`, and keep it to compare the next version with."""

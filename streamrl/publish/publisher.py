@@ -172,9 +172,9 @@ class Publisher:
         """
         began, limit = time.monotonic(), self._config.run.silence_timeout
         with self._changed:  # every version is taken, so that none is missing among the kept ones
-            self._changed.wait_for(lambda: self._shared.failure or not self._is_new(), limit)
+            taken = self._changed.wait_for(lambda: self._shared.failure or not self._is_new(), limit)
         self._raise_failure()
-        if not self._take_staging(limit):
+        if not taken or not self._take_staging(limit):
             raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
         waited = time.monotonic() - began
         try:

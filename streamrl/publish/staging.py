@@ -6,6 +6,7 @@ publisher  waits for `copied` ──▶ reads the bytes, hashes them where check
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
 from msgspec.structs import replace
 
 from streamrl.device_copy import DONE, Copied, CpuCopy, DeviceCopy
 from streamrl.engine.kept_memory import Place
 from streamrl.engine.load_plan import BucketLayout
+from streamrl.publish.transport import bucket_checksum
 from streamrl.stream.messages import ScoredAnswer
 from streamrl.types import PolicyVersion
 
@@ -60,7 +61,9 @@ class Staged:
         if not checksums:
             return tuple(bucket.layout for bucket in self.buckets)
         if not self._hashed:
-            self._hashed = tuple(replace(bucket.layout, checksum=_checksum(bucket.data)) for bucket in self.buckets)
+            self._hashed = tuple(
+                replace(bucket.layout, checksum=bucket_checksum(bucket.data.numpy().data)) for bucket in self.buckets
+            )
         return self._hashed
 
 
@@ -186,12 +189,6 @@ class Staging:
 def _pages(size: int) -> np.ndarray:
     """uint8 [size] with whole pages of its own, which alone can be pinned; large ones, where the kernel has them."""
     memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # EINVAL of a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8, size)
-
-
-def _checksum(data: torch.Tensor) -> str:
-    """xxh3_64 of uint8 [bytes], hexadecimal. The interpreter goes on meanwhile, which one call for all would hold."""
-    digest = xxhash.xxh3_64()
-    digest.update(data.numpy().data)
-    return digest.hexdigest()

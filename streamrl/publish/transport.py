@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
+import xxhash
 
 from streamrl.config import Config
 from streamrl.config.replay import StreamConfig
@@ -24,7 +25,7 @@ from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.kept_memory import Place
 from streamrl.engine.load_plan import BucketLayout
 from streamrl.stream.address import host_towards
-from streamrl.stream.messages import ServerState
+from streamrl.stream.messages import Buffer, ServerState
 from streamrl.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -109,6 +110,13 @@ def read_manifest(manifest: dict[str, Any], kind: type[Manifest], version: Polic
 def is_verified(version: PolicyVersion, every: int) -> bool:
     """Whether servers compare checksums before they load `version`. `every`: `publish.verify_every`."""
     return bool(every) and version.step % every == 0
+
+
+def bucket_checksum(data: Buffer) -> str:
+    """xxh3_64 of a bucket, hexadecimal. The interpreter goes on meanwhile; one call of an older xxhash holds it."""
+    digest = xxhash.xxh3_64()
+    digest.update(data)
+    return digest.hexdigest()
 
 
 class Source(ABC):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from streamrl.observe.bars import Report, silent
 from streamrl.replay.history import STATES, Contents, is_compacted, recorded_batches, was_compacted
-from streamrl.replay.records import Completed, Place
+from streamrl.replay.records import AnyRecord, Completed, Dropped, Issued, Place
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
 from streamrl.stream.codec import decode_group
 from streamrl.types import Batch, Group, PolicyVersion
@@ -84,6 +84,10 @@ class RunJournal:
         self._report = report
         self._contents = Contents()
         self._found: list[tuple[Completed, Place]] = []
+        # Where a group's last record is, unless it was dropped, or is generated again. Attempts begin at 0 again where
+        # a learner starts from older steps than the journal can go on from.
+        self._valid: dict[int, Place] = {}
+        self._dropped: dict[Place, str] = {}  # why
         self.segments: list[Segment] = []
         found = list(_sizes(segments(self.folder)))
         self._total = sum(size for _, _, size in found)  # bytes
@@ -154,14 +158,26 @@ class RunJournal:
             if isinstance(entry.record, Opening):
                 segment.begun = entry.record.time
             else:
-                self._contents.add(entry.record)
+                self._add(entry.record, entry.place)
             if isinstance(entry.record, Completed):
                 segment.groups += 1
-                self._found.append((entry.record, entry.place))
             if verify and (problem := self._problem(entry, segment.size)):
                 segment.problems.append(problem)
             self._report((before + entry.end) / 1e6, self._total / 1e6)
         return segment
+
+    def _add(self, record: AnyRecord, place: Place) -> None:
+        """One record, in the order of writing."""
+        self._contents.add(record)
+        match record:
+            case Completed(group_id=group_id):
+                self._found.append((record, place))
+                self._valid[group_id] = place
+            case Issued(ticket=ticket):
+                self._valid.pop(ticket.group_id, None)
+            case Dropped(group_id=group_id, reason=reason):
+                if (completed := self._valid.pop(group_id, None)) is not None:
+                    self._dropped[completed] = reason
 
     def _problem(self, entry: Entry, size: int) -> Unreadable | None:
         """What is wrong with the frames of a record."""
@@ -174,7 +190,7 @@ class RunJournal:
     def _recorded(
         self, record: Completed, place: Place, uses: dict[int, tuple[int, ...]], positions: dict[int, tuple[int, ...]]
     ) -> RecordedGroup:
-        state, reason = self._state(record)
+        state, reason = self._state(record, place)
         used = state in ("consumed", "committed", "quarantined")
         return RecordedGroup(
             group_id=record.group_id,
@@ -189,14 +205,13 @@ class RunJournal:
             place=place,
         )
 
-    def _state(self, record: Completed) -> tuple[str, str | None]:
-        attempt = (record.group_id, record.attempt)
-        if reason := self._contents.dropped.get(attempt):
+    def _state(self, record: Completed, place: Place) -> tuple[str, str | None]:
+        if (reason := self._dropped.get(place)) is not None:
             return "dropped", reason
         state = self._contents.state[record.group_id]
-        if self._contents.completed[record.group_id] != record.attempt or state in ("waiting", "issued"):
+        if self._valid.get(record.group_id) != place or state == "waiting":
             return "replaced", None
-        return ("quarantined" if attempt in self._contents.quarantined else state), None
+        return ("quarantined" if (record.group_id, record.attempt) in self._contents.quarantined else state), None
 
 
 def has_journal(run_folder: Path) -> bool:

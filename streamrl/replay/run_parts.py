@@ -69,11 +69,15 @@ class RunParts:
 
     def give_up(self, reason: str) -> None:
         """End the run: this service, started again, would end the same way."""
-        self.events.emit("gave_up", reason=reason)
+        if self.phases.goes_on:
+            self.events.emit("gave_up", reason=reason)
         self.fail(reason)
 
     def fail(self, reason: str) -> None:
-        """The run has failed."""
+        """The run has failed; one that stops has come to its end before, and ends as it was told to everybody."""
+        if not self.phases.goes_on:
+            log.warning("while the run stops: %s", reason)
+            return
         self.phases.fail()
         self.send_stop(reason)
 

@@ -82,7 +82,7 @@ _UNFINISHED = "a connection ended before it had shown this run's key"
 
 
 class DoorFailed(RuntimeError):
-    """Nobody guards the socket any more: the process that reads it has to end."""
+    """Nobody guards the socket any more: it has to be closed, or the process that reads it to end."""
 
 
 def listening_context() -> zmq.Context:

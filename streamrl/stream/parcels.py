@@ -91,6 +91,10 @@ class ParcelServer:
     def address(self) -> str:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._socket.closed)
+
     def serve(self, order: int, find: Callable[[str], Buffer | None], timeout: float) -> bool:
         """Answer what has been asked, waiting `timeout` seconds for the first question. True: `order` is done.
 

@@ -134,11 +134,14 @@ class Router:
     """The service's end: receives from every peer, sends to a peer by its identity, never waits to send."""
 
     def __init__(self, address: str, stream: StreamConfig, keys: Path | None = None) -> None:
-        """Bind `address`; port 0 takes a free one. `keys`: the folder of the run's keys, made when CURVE needs them.
+        """Bind `address`; port 0 takes a free one.
 
-        Raises zmq.ZMQError, naming the address, where binding fails, and KeysUnusable.
+        `keys`: the folder of the run's keys, made unless `stream.curve` is off: this socket may need none, and that of
+        the `delta` weights some. Raises zmq.ZMQError, naming the address, where binding fails, and KeysUnusable.
         """
-        secured = service_keys(keys) if needs_curve(stream, address) else None
+        is_secured = needs_curve(stream, address)
+        made = service_keys(keys) if is_secured or (keys and stream.curve != "off") else None
+        secured = made if is_secured else None
         self._context = listening_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._stream = stream

@@ -2,12 +2,14 @@
 
     HostPool ── one Host a process ── python -m streamrl.tasks.host_process
 
-    STARTING ─▶ READY ─▶ ENDED      (a place in the pool whose process has ended is filled by the next call)
+    STARTING ─▶ READY ─▶ ENDED      (a place in the pool whose process has ended or retires is filled by the next call)
+                  └─▶ RETIRES ─▶ ENDED
 
 A process is ended that neither answers a Ping nor comes to an `await` for `task.scoring.timeout` seconds: its event
 loop is blocked. Of the calls that it had open, the one whose code was running has failed; the others are made again in
 another process, unless they had a state there, and at last alone, where none was running and its process ends again.
-A call that may ask the policy has failed where it asks nothing for as long by its clock (`call_clock.py`).
+A call that may ask the policy has failed where it asks nothing for as long by its clock (`call_clock.py`). A process in
+which a late call has left a thread retires: it gets no further call, and is ended after those that it has.
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ class Host:
         """`name` of the task, for messages."""
         self.about: asyncio.Future[About] = asyncio.get_running_loop().create_future()
         self.ended = False
+        self.retires = False  # a late call has left a thread in it
         self.load = 0  # calls that wait for it, or for an answer
         self._task, self._name, self._settings = task, name, settings
         self._period = settings.timeout / ROUNDS
@@ -161,6 +164,12 @@ class Host:
             await asyncio.wait((self._running,))
         _kill_all(started)
 
+    async def retire(self) -> None:
+        """End the process once it has no call."""
+        while self.load:
+            await asyncio.sleep(self._period)
+        await self.close()
+
     async def _run(self) -> None:
         """The process from its start to its end."""
         try:
@@ -208,6 +217,8 @@ class Host:
                 self.about.exception()  # it is known, whether or not anybody waits
 
     def _handle(self, message: Any) -> None:
+        if isinstance(message, Raised) and message.leaves_thread:
+            self.retires = True
         match message:
             case Done(number=number) if (opened := self._calls.get(number)) and not opened.answer.done():
                 opened.answer.set_result(message)
@@ -348,6 +359,7 @@ class HostPool:
     def __init__(self, task: Task, name: str, settings: ScoringConfig) -> None:
         self._task, self._name, self._settings = task, name, settings
         self._hosts: list[Host | None] = [None] * settings.processes
+        self._retiring: dict[asyncio.Task[None], Host] = {}
         self._alone = asyncio.Lock()
         self._lonely = 0  # calls that are made alone, or wait for that
         self._lone: Host | None = None  # for them
@@ -355,7 +367,8 @@ class HostPool:
     @property
     def pids(self) -> list[int]:
         """The living processes."""
-        return [host.pid for host in self._hosts if host is not None and not host.ended and host.pid is not None]
+        hosts = (*self._hosts, *self._retiring.values())
+        return [host.pid for host in hosts if host is not None and not host.ended and host.pid is not None]
 
     async def about(self) -> About:
         """What the task is. Raises ValueError where it cannot be loaded, and ScorerUnready."""
@@ -395,13 +408,16 @@ class HostPool:
 
     async def close(self) -> None:
         """End all processes. May be called twice."""
-        hosts: Sequence[Host] = [host for host in (*self._hosts, self._lone) if host is not None]
+        given = (*self._hosts, *self._retiring.values(), self._lone)
+        hosts: Sequence[Host] = [host for host in given if host is not None]
         self._hosts = [None] * len(self._hosts)
+        for retiring in self._retiring:
+            retiring.cancel()
         await asyncio.gather(*(host.close() for host in hosts))
 
     def _host(self, place: int | None) -> Host:
         """The process of a place; without one an idle process, or else a new one, or the one with least to do."""
-        self._hosts = [None if host is None or host.ended else host for host in self._hosts]
+        self._clear_places()
         if place is None:
             loads = [-0.5 if host is None else host.load - (host.load == 0) for host in self._hosts]
             place = loads.index(min(loads))
@@ -410,6 +426,17 @@ class HostPool:
         if host is None:
             host = self._hosts[place] = self._new()
         return host
+
+    def _clear_places(self) -> None:
+        """Of processes that have ended, and of those that retire."""
+        for place, host in enumerate(self._hosts):
+            if host is None or not (host.ended or host.retires):
+                continue
+            self._hosts[place] = None
+            if not host.ended:
+                retiring = asyncio.create_task(host.retire())
+                self._retiring[retiring] = host
+                retiring.add_done_callback(self._retiring.pop)
 
     def _new(self) -> Host:
         try:

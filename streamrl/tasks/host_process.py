@@ -172,6 +172,23 @@ class WorkerPolicy:
         return self._host.ask(Ask(number=self._number, request=next(self._host.requests), method=method, **fields))
 
 
+class Threads(concurrent.futures.ThreadPoolExecutor):
+    """Those of `asyncio.to_thread`, which know for which call they run."""
+
+    def __init__(self) -> None:
+        super().__init__(thread_name_prefix="asyncio")
+        self._calls: dict[concurrent.futures.Future[Any], int] = {}
+
+    def submit(self, function: Any, /, *given: Any, **named: Any) -> concurrent.futures.Future[Any]:
+        future = super().submit(function, *given, **named)
+        self._calls[future] = _CALL.get()
+        future.add_done_callback(self._calls.pop)
+        return future
+
+    def run_for(self, number: int) -> bool:
+        return any(call == number and future.running() for future, call in list(self._calls.items()))
+
+
 class Host:
     """What answers the worker's calls with an environment, or a function."""
 
@@ -188,6 +205,7 @@ class Host:
         self.requests = itertools.count(1)  # their numbers
         self._replies: dict[int, concurrent.futures.Future[Reply]] = {}
         self._ended = asyncio.Event()
+        self._threads = Threads()
 
     @property
     def about(self) -> About:
@@ -216,6 +234,7 @@ class Host:
         """Answer calls until the worker says End."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._marked)
+        loop.set_default_executor(self._threads)
         threading.Thread(target=self._listen, args=(loop,), name="worker", daemon=True).start()
         await self._ended.wait()
         if self._environment is not None:
@@ -264,7 +283,8 @@ class Host:
             self._channel.send(await self._done(call))
         except BaseException as error:  # whatever the user's code raises, or gives that does not travel
             masked = is_masked(error, self._infrastructure)
-            self._channel.send(Raised(number=call.number, text=describe(error), masked=masked))
+            left = isinstance(error, ScorerLate) and self._threads.run_for(call.number)
+            self._channel.send(Raised(number=call.number, text=describe(error), masked=masked, leaves_thread=left))
 
     async def _done(self, call: Call) -> Done:
         """Raises ScorerLate for code that waits for longer than it may, and gives it up where it refuses to end.

@@ -140,6 +140,7 @@ class Raised(Frame, frozen=True, kw_only=True):
     number: int
     text: str
     masked: bool
+    leaves_thread: bool = False  # it was late, and a thread goes on with it, which only the end of the process ends
 
 
 class Ask(Frame, frozen=True, kw_only=True):

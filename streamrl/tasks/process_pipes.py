@@ -9,14 +9,18 @@ from streamrl.lifeline import kill_group
 CHUNK = 1 << 16  # bytes read at once
 
 
-async def exchange(process: asyncio.subprocess.Process, given: bytes, most: int) -> bytes:
+async def exchange(
+    process: asyncio.subprocess.Process, given: bytes, most: int, kept: bytearray | None = None
+) -> bytearray:
     """The first `most` bytes of a process's output, once it is closed; what goes beyond is read and dropped.
 
     Its input and output are pipes. One that has ended before it has read all is no error.
+    kept: empty, filled as the output comes, for a caller that may not wait for all of it.
     """
     assert process.stdin is not None
     assert process.stdout is not None
-    _, kept = await asyncio.gather(_give(process.stdin, given), _beginning(process.stdout, most))
+    kept = bytearray() if kept is None else kept
+    await asyncio.gather(_give(process.stdin, given), _keep_beginning(process.stdout, most, kept))
     return kept
 
 
@@ -35,8 +39,6 @@ async def _give(pipe: asyncio.StreamWriter, given: bytes) -> None:
         pass  # it has ended already, and its exit code tells why
 
 
-async def _beginning(pipe: asyncio.StreamReader, most: int) -> bytes:
-    kept = b""
+async def _keep_beginning(pipe: asyncio.StreamReader, most: int, kept: bytearray) -> None:
     while chunk := await pipe.read(CHUNK):
         kept += chunk[: max(0, most - len(kept))]
-    return kept

@@ -40,7 +40,7 @@ class Limits:
     seconds: float = 5.0  # from start to kill
     memory: int = 512 << 20  # bytes of address space
     file_size: int = 8 << 20  # bytes of each file that is written
-    processes: int = 16  # at once, threads included
+    processes: int = 16  # at once, threads included; as root all runs of a tool share `parallel` times as many
     output: int = 4096  # characters that the policy observes; what comes after is dropped
 
 
@@ -56,12 +56,15 @@ class Mount:
 class PythonTool:
     """Runs code, at most `parallel` at a time.
 
+    As root every run is of the one user `sandbox.NOBODY`, whose processes the kernel counts together.
+
     Usage:
         await PythonTool(Limits(), parallel=2).run("print(6 * 7)")  # '42'
     """
 
     def __init__(self, limits: Limits, *, parallel: int, walls: bool = True) -> None:
         self._limits = limits
+        self._parallel = parallel
         self._places = asyncio.Semaphore(parallel)
         self._walls = walls
 
@@ -89,15 +92,17 @@ class PythonTool:
         except OSError as error:
             raise ScorerUnready(f"no directory could be made for code: {error}") from None
         try:
-            process = await self._start(folder, mounts)
+            process, output = await self._start(folder, mounts), bytearray()
+            ended = None
             try:
                 async with asyncio.timeout(self._limits.seconds):
-                    output = await exchange(process, code.encode(errors="replace"), 4 * self._limits.output)
-                    return await process.wait(), output.decode(errors="replace")
+                    await exchange(process, code.encode(errors="replace"), 4 * self._limits.output, output)
+                    ended = await process.wait()
             except TimeoutError:
-                return None, ""
+                pass  # what it has printed is told
             finally:
                 await kill(process)  # with its first process everything in its PID namespace
+            return ended, output.decode(errors="replace")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -116,17 +121,17 @@ class PythonTool:
             raise ScorerUnready(f"no process could be started for code: {error}") from None
 
     def _settings(self, folder: str, mounts: Sequence[Mount] = ()) -> str:
-        limits = self._limits
+        limits, is_root = self._limits, os.getuid() == 0
         return json.dumps(
             {
                 "walls": self._walls,
-                "user_namespace": os.getuid() != 0,
+                "user_namespace": not is_root,
                 "folder": folder,
                 "mounts": [[str(each.source), each.target, "rw" if each.writable else "ro"] for each in mounts],
                 "memory": limits.memory,
                 "cpu_seconds": max(1, round(limits.seconds)),
                 "file_size": limits.file_size,
-                "processes": limits.processes,
+                "processes": limits.processes * (self._parallel if is_root else 1),
             }
         )
 

@@ -16,6 +16,7 @@ import msgspec
 
 from streamrl.tasks.environment import Completion, Message, Prompt, Score, check_reward
 from streamrl.tasks.failures import ScorerRaised
+from streamrl.tasks.host_wire import OWN
 
 LARGEST = 64 << 20  # bytes of one request or reply
 
@@ -29,7 +30,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class RemotePrompt(msgspec.Struct, frozen=True):
-    """`Prompt` on the wire."""
+    """`Prompt` on the wire, without OWN both ways: the index by which one process made it means nothing elsewhere."""
 
     index: int
     text: str | None = None
@@ -40,7 +41,7 @@ class RemotePrompt(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, prompt: Prompt) -> RemotePrompt:
-        return cls(prompt.index, prompt.text, prompt.messages, prompt.images, prompt.answer, prompt.metadata)
+        return cls(prompt.index, prompt.text, prompt.messages, prompt.images, prompt.answer, _sent(prompt.metadata))
 
     def prompt(self) -> Prompt:
         """Raises ValueError where it has neither text nor messages, or both."""
@@ -50,8 +51,13 @@ class RemotePrompt(msgspec.Struct, frozen=True):
             messages=self.messages,
             images=self.images,
             answer=self.answer,
-            metadata=self.metadata,
+            metadata=_sent(self.metadata),
         )
+
+
+def _sent(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata without OWN."""
+    return {name: value for name, value in metadata.items() if name != OWN}
 
 
 class Turn(msgspec.Struct, frozen=True):

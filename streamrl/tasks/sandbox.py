@@ -12,6 +12,7 @@ Folders that it is given besides (`mounts`) are where they are asked for; with t
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import resource
@@ -102,6 +103,8 @@ def main() -> None:
 def _run(code: str) -> int:
     """Run the code as a main module. An exception is shown without the frames of this file."""
     sys.argv = ["tool"]
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # so that its lines are known where it is killed
     status = 0
     try:
         exec(compile(code, "tool", "exec"), {"__name__": "__main__"})

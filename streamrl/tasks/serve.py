@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,6 @@ from streamrl.config import file as config_file
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.environment import Completion, Environment, Prompt
 from streamrl.tasks.failures import describe, is_masked
-from streamrl.tasks.host_wire import OWN
 from streamrl.tasks.hosted import check_tasks, close_tasks, host_task
 from streamrl.tasks.remote_protocol import (
     LARGEST,
@@ -69,9 +67,7 @@ class ServedTask:
 
     async def prompt(self, body: bytes) -> RemotePrompt:
         asked = msgspec.json.decode(body, type=AskPrompt)
-        prompt = await self._splits[asked.split].fetch(asked.index)
-        metadata = {name: value for name, value in prompt.metadata.items() if name != OWN}
-        return RemotePrompt.of(replace(prompt, metadata=metadata))
+        return RemotePrompt.of(await self._splits[asked.split].fetch(asked.index))
 
     async def observation(self, body: bytes) -> Observed:
         asked = msgspec.json.decode(body, type=AskObservation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,40 @@ def test_an_answer_that_nobody_could_judge_is_left_out_and_one_on_which_the_scor
     assert judged.missing == 1
     assert [answer.reward for answer in judged.answers].count(0.0) == 1
     assert judged.right == 6
+
+
+@pytest.mark.parametrize("asked", [{"samples": 4}, {"samples": 1}, {"samples": 1, "greedy": False}])
+def test_a_scorer_that_fails_on_every_answer_of_a_prompt_leaves_out_the_greedy_and_a_single_one_too(
+    asked: dict[str, Any],
+) -> None:
+    settings = Config.model_validate({"evaluate": asked}).evaluate
+    walk = Walk(settings, {"own": Failing()}, {"own": 1}, ScriptedPolicy(CHANCES), V7)
+    asyncio.run(walk.run())
+    (question,) = walk.questions["own"]
+    assert (question.answers, question.greedy) == ((), None)
+    assert question.missing == settings.samples + settings.greedy
+
+
+class GreedyOnly(Failing):
+    """Judges the answer "wrong", and no other."""
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        if completion.text != "wrong":
+            raise KeyError("x")
+        return Score(reward=1.0)
+
+
+def test_answers_on_which_the_scorer_raised_are_wrong_where_it_judged_the_greedy_one() -> None:
+    class Told(ScriptedPolicy):
+        def draw(self, symbol: str, greedy: bool) -> Completion:
+            return replace(super().draw(symbol, greedy), text="wrong" if greedy else symbol)
+
+    settings = Config.model_validate({"evaluate": {"samples": 2}}).evaluate
+    walk = Walk(settings, {"own": GreedyOnly()}, {"own": 1}, Told(CHANCES), V7)
+    asyncio.run(walk.run())
+    (question,) = walk.questions["own"]
+    assert question.greedy is not None
+    assert [answer.reward for answer in (*question.answers, question.greedy)] == [0.0, 0.0, 1.0]
 
 
 class WithoutAPrompt(Failing):

@@ -54,6 +54,19 @@ def test_the_slope_says_which_of_two_versions_drew_tokens_below_ten_times_the_no
     assert slope.wrong == (drawn_by == "other")
 
 
+@pytest.mark.parametrize("samples", [1, 2, 3, 5, 8])
+def test_few_long_answers_with_right_stamps_are_hardly_ever_told_to_be_another_versions(samples):
+    random = np.random.default_rng(samples)
+    slopes = []
+    for _ in range(1000):
+        neighbours = Neighbours()
+        for _ in range(samples):
+            neighbours.add(random.normal(0.0, 0.02, 200), np.zeros(200), random.normal(0.0, 1.3e-3, 200))
+        slopes.append(neighbours.slope())
+    assert sum(slope.wrong for slope in slopes) < 25
+    assert not slopes[0].tells if samples == 1 else any(slope.tells for slope in slopes)
+
+
 def test_versions_that_do_not_differ_are_not_told_apart():
     random = np.random.default_rng(2)
     same, near = Neighbours(), Neighbours()
@@ -69,10 +82,11 @@ def test_versions_that_do_not_differ_are_not_told_apart():
     assert not slope.wrong
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 200))
-def test_samples_are_chosen_from_the_whole_range_and_none_twice(sizes, most):
-    chosen = spread_over(sizes, most)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 8))
+def test_samples_are_chosen_from_the_whole_range_and_none_twice(sizes, most, fewest):
+    chosen = spread_over(sizes, most, fewest=fewest)
     assert chosen == sorted(set(chosen))
+    assert len(chosen) >= min(fewest, len(sizes))
     assert set(chosen) <= set(range(len(sizes)))
     assert len(chosen) == len(sizes) if sum(sizes) <= most else 1 <= len(chosen) <= len(sizes)
 

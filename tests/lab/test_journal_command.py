@@ -17,10 +17,10 @@ from streamrl.config.replay import JournalConfig
 from streamrl.lab.journal_export import export
 from streamrl.recorded.journal import RunJournal, batches
 from streamrl.replay.journal import Journal
-from streamrl.replay.records import Completed, Consumed, Dropped, Saved
+from streamrl.replay.records import Began, Completed, Consumed, Dropped, Saved
 from streamrl.replay.segments import scan, segment_path
 from streamrl.stream.codec import encode_group
-from streamrl.types import Group
+from streamrl.types import Group, PolicyVersion
 from tests.operations_table import documented
 
 MakeGroup = Callable[..., Group]
@@ -94,6 +94,33 @@ def test_the_torn_tail_of_the_newest_segment_is_told_and_is_no_damage(
     told = capsys.readouterr().out
     assert "segment 000001: torn tail of" in told
     assert "every record" in told
+
+
+def test_groups_of_a_history_that_was_given_up_are_told_from_those_that_have_their_ids_and_attempts_now(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    """The learner started before the oldest step that the journal goes on from: every id begins at attempt 0 again."""
+    journal = Journal(tmp_path / "journal", JournalConfig.model_validate({}), b"")
+    append_group(journal, make_group(0))
+    append_group(journal, make_group(1))
+    journal.append(Dropped(group_id=1, attempt=0, reason="no signal", same_prompt=True, prompt_index=1))
+    append_group(journal, make_group(1, attempt=1))
+    journal.append(Consumed(step=0, group_ids=(0, 1)))
+    journal.append(Saved(oldest=1))
+    journal.append(Began(version=PolicyVersion(0, 1), next_step=0))
+    append_group(journal, make_group(0))
+    append_group(journal, make_group(1))
+    journal.append(Consumed(step=0, group_ids=(0, 1)))
+    journal.commit()
+    journal.close()
+    found = [(each.group_id, each.attempt, each.state, each.reason, each.steps) for each in RunJournal(tmp_path).groups]
+    assert found == [
+        (0, 0, "replaced", None, ()),
+        (1, 0, "dropped", "no signal", ()),
+        (1, 1, "replaced", None, ()),
+        (0, 0, "consumed", None, (0,)),
+        (1, 0, "consumed", None, (0,)),
+    ]
 
 
 def test_lines_of_json_hold_every_sample_and_what_became_of_it(

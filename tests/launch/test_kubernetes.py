@@ -172,6 +172,15 @@ def test_what_is_no_network_card_is_refused(launch, rdma):
         launch("kubernetes", 2, kubernetes={"rdma": rdma})
 
 
+@pytest.mark.parametrize("names", [["A", "a"], ["a.b", "a_b"], ["big_"], ["größe"], ["p" * 40]])
+def test_pools_whose_pods_have_no_names_of_hosts_of_their_own_are_refused(launch, kind, names):
+    pools = [{"name": name} for name in names]
+    config = {"model": {"path": "/m"}, "run": {"name": "trial-of-a-name"}, "generate": {"pools": pools}}
+    made = launch("kubernetes", 2, config=config, kubernetes={"kind": kind})
+    with pytest.raises(ConfigError, match=rf"generate\.pools: the name '{names[-1]}' .* allowed: up to 30 letters"):
+        made.files()
+
+
 def test_workers_are_numbered_through_the_pools(launch, kind):
     pools = [{"name": "large", "workers": 2}, {"name": "Small.1", "workers": 3}]
     config = {"model": {"path": "/m"}, "run": {"name": "trial"}, "generate": {"pools": pools}}

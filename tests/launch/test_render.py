@@ -20,12 +20,25 @@ from tests.operations_table import documented
 FAKE = """#!/usr/bin/env bash
 # Replaces the interpreter: it writes down its arguments, and ends as the test says.
 echo "$*" >> "{folder}/calls"
-lives() {{ trap 'echo told >> "{folder}/calls"; exit 75' TERM; for _ in {{1..300}}; do sleep 0.1; done; exit 9; }}
+lives() {{
+  trap 'echo told >> "{folder}/calls"; exit 75' TERM
+  echo "$$" > "{folder}/$1"
+  for _ in {{1..300}}; do sleep 0.1; done
+  exit 9
+}}
 case "$*" in
 *launch.folder*) for ((n = 0; n < {prepares}; n++)); do sleep 0.1; done ;;
-*"cli replay"*) lives ;;
-*"cli learner"*) exit {learner} ;;
-*"--index 1"*) lives ;;
+*"cli replay"*)
+  (({replay})) || lives replay
+  until [[ -s "{folder}/learner" ]]; do sleep 0.05; done
+  exit {replay}
+  ;;
+*"cli learner"*)
+  (({learner} >= 0)) || lives learner
+  echo "$$" > "{folder}/learner"
+  exit {learner}
+  ;;
+*"--index 1"*) lives generator ;;
 *"cli generator"*) exit {generator} ;;
 esac
 """
@@ -43,7 +56,14 @@ exec "$@"
 """
 
 SQUEUE = """#!/usr/bin/env bash
-echo RUNNING
+case "$*" in
+*--steps*) echo "7.1 learner" ;;
+*) echo RUNNING ;;
+esac
+"""
+
+SCANCEL = """#!/usr/bin/env bash
+kill -TERM "$(< "{folder}/learner")"
 """
 
 SCONTROL = """#!/usr/bin/env bash
@@ -176,12 +196,17 @@ def test_separate_jobs_need_nodes_of_their_own(launch):
 
 
 def _start(folder: Path, text: str, arguments: list[str], **ends: int) -> subprocess.Popen[str]:
-    """A script, with fakes for all that it starts; `ends`: exit codes, and tenths of seconds that it prepares."""
-    ends = {"learner": 0, "generator": 0, "prepares": 0} | ends
-    for name, script in (("python", FAKE), ("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
+    """A script, with fakes for all that it starts; `ends`: exit codes, and tenths of seconds that it prepares.
+
+    A learner of -1 and a replay service of 0 live until they are told to end.
+    """
+    ends = {"learner": 0, "replay": 0, "generator": 0, "prepares": 0} | ends
+    fakes = {"python": FAKE, "srun": SRUN, "squeue": SQUEUE, "scancel": SCANCEL, "scontrol": SCONTROL}
+    for name, script in fakes.items():
         path = folder / name
         path.write_text(script.format(folder=folder, **ends) if "{" in script else script)
         path.chmod(0o755)
+    (folder / "learner").unlink(missing_ok=True)
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
     slurm |= {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **slurm}
@@ -226,6 +251,23 @@ def test_a_job_that_fails_is_queued_again_as_often_as_allowed_however_often_it_w
     text = _local(launch, tmp_path, "slurm", restarts=1).files()["run.sbatch"]
     codes = [_play(tmp_path, text, [], learner=code)[0] for code in (75, 3, 3)]
     assert codes == [0, 0, 3]
+
+
+@pytest.mark.parametrize("failure", [1, 2])
+def test_a_replay_service_that_fails_gives_its_exit_code_to_the_job_and_the_learner_that_was_told_of_it_does_not(
+    launch, tmp_path, failure
+):
+    text = _local(launch, tmp_path, "slurm", restarts=0).files()["run.sbatch"]
+    code, calls, said = _play(tmp_path, text, [], learner=-1, replay=failure)
+    assert (code, calls.count("told"), "scontrol requeue 7" in calls) == (failure, 1, False)
+    assert f"replay-0 ended with exit code {failure}; see" in said
+
+
+@pytest.mark.parametrize("failure", [1, 2])
+def test_a_replay_service_that_fails_gives_its_exit_code_to_its_host(launch, tmp_path, failure):
+    text = _local(launch, tmp_path, "hosts").files()["start.sh"]
+    assert _play(tmp_path, text, ["0"], learner=-1, replay=failure)[0] == failure
+    assert _play(tmp_path, text, ["0"], learner=3, replay=failure)[0] == 3
 
 
 def test_a_generator_node_that_was_told_to_end_comes_back_by_itself(launch, tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +23,14 @@ from streamrl.engine.kept_memory import KeptReader, Place
 from streamrl.engine.load_plan import BucketLayout
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.weight_sinks import make_sink
+from streamrl.publish import delta_sink
 from streamrl.publish.delta_sink import DeltaSink
 from streamrl.publish.delta_source import DeltaSource
 from streamrl.publish.sources import make_source
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import Check, PublishError, Sink
-from streamrl.stream.keys import service_keys
+from streamrl.replay.listening import listen
+from streamrl.stream.keys import key_folder, service_keys
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
@@ -52,6 +57,14 @@ def until(deadline: float) -> Check:
 
     def check() -> None:
         if time.monotonic() > end:
+            raise PublishError("gave up")
+
+    return check
+
+
+def once(event: threading.Event) -> Check:
+    def check() -> None:
+        if event.is_set():
             raise PublishError("gave up")
 
     return check
@@ -206,6 +219,108 @@ def test_a_hung_loader_keeps_its_version_and_the_next_one_goes_elsewhere(source)
         assert loaded.contents == bytes_of(second)
 
     asyncio.run(run())
+
+
+def test_a_change_that_outlives_its_try_leaves_the_next_version_alone(source, monkeypatch):
+    tensors, staging, loaded = weights(), Staging(SIZE * 2), Loaded()
+    plain, begun, released, changed = delta_sink.apply, threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def wait_and_apply(target: np.ndarray, delta: memoryview) -> None:
+        begun.set()
+        assert released.wait(TIMEOUT)
+        plain(target, delta)
+        changed.release()
+
+    async def run() -> None:
+        sink = sink_of(loaded)
+        await publish(source, sink, staging.fill(PolicyVersion(0), tensors.items()))
+        step(tensors, 0.01)
+        monkeypatch.setattr(delta_sink, "apply", wait_and_apply)
+        staged = staging.fill(PolicyVersion(1), tensors.items())
+        leaving = asyncio.create_task(sink.apply(staged.version, source.manifest(STATE, staged)))
+        with pytest.raises(PublishError, match="gave up"):
+            await asyncio.to_thread(source.send, STATE, staged, once(begun))
+        leaving.cancel()  # as its timeout does
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        step(tensors, 0.01)
+        staged = staging.fill(PolicyVersion(2), tensors.items())
+        assert await publish(source, sink, staged) == 2 * 2 * SIZE
+        released.set()
+        for _ in staged.buckets:
+            assert await asyncio.to_thread(changed.acquire, timeout=TIMEOUT)
+        assert [array.tobytes() for array in sink._arrays] == loaded.contents == bytes_of(staged)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), MemoryError("no memory")])
+def test_a_worker_without_room_costs_an_attempt_and_not_the_worker(error, source, monkeypatch):
+    tensors, staging, loaded = weights(), Staging(SIZE * 2), Loaded()
+
+    refused = threading.Event()
+
+    def refuse(*_: object) -> None:
+        refused.set()
+        raise error
+
+    async def run() -> None:
+        sink = sink_of(loaded)
+        first = staging.fill(PolicyVersion(1), tensors.items())
+        await publish(source, sink, first)
+        assert sink._place is not None
+        step(tensors, 0.01)
+        second = staging.fill(PolicyVersion(2), tensors.items())
+        with monkeypatch.context() as full, KeptReader().reading(sink._place):  # so that it needs new memory
+            full.setattr(delta_sink, "KeptMemory", refuse)
+            failing = asyncio.create_task(sink.apply(second.version, source.manifest(STATE, second)))
+            with pytest.raises(PublishError, match="gave up"):
+                await asyncio.to_thread(source.send, STATE, second, once(refused))
+            with pytest.raises(PublishError, match=r"Too many open files|no memory"):
+                await failing
+        await publish(source, sink, second)
+        assert loaded.contents == bytes_of(second)
+
+    asyncio.run(run())
+
+
+def test_a_socket_that_nobody_guards_is_replaced(source):
+    tensors, staging, loaded = weights(), Staging(SIZE * 2), Loaded()
+
+    async def run() -> None:
+        sink = sink_of(loaded)
+        staged = staging.fill(PolicyVersion(1), tensors.items())
+        former = source.parcels
+        former._door._failure = RuntimeError("counts that cannot be")
+        with pytest.raises(PublishError, match="counts that cannot be"):
+            source.send(STATE, staged, until(TIMEOUT))
+        assert former.is_closed
+        await publish(source, sink, staged)
+        assert loaded.contents == bytes_of(staged)
+
+    asyncio.run(run())
+
+
+def test_a_run_whose_service_listens_at_a_file_has_the_keys_for_its_weights(tmp_path):
+    config = Config.model_validate(
+        {
+            "model": {"path": tmp_path},
+            "publish": {"transport": "delta"},
+            "replay": {"address": f"ipc://{tmp_path}/replay"},
+        }
+    )
+    loaded, staged = Loaded(), Staging(SIZE * 2).fill(PolicyVersion(1), weights().items())
+    router = listen(config, tmp_path)
+    source = make_source(config, tmp_path, router.address)
+    try:
+        assert isinstance(source, DeltaSource)
+        sink = DeltaSink(loaded, config.stream, key_folder(config, tmp_path), TIMEOUT)
+        asyncio.run(publish(source, sink, staged))
+        assert loaded.contents == bytes_of(staged)
+        assert source.parcels.public_key
+    finally:
+        source.close()
+        router.close()
 
 
 def test_beyond_this_host_only_the_runs_key_comes_in(tmp_path):

@@ -505,6 +505,16 @@ def test_a_copy_that_does_not_end_reaches_the_training_loop(model_folders, bench
         running.publisher.wait(DEADLINE)
 
 
+def test_no_version_is_staged_over_one_that_the_thread_has_not_taken(bench, monkeypatch):
+    monkeypatch.setattr(Publisher, "_round", lambda *_: None)
+    running = bench(Worker(None))
+    run = running.config.run.model_copy(update={"silence_timeout": 0.2})
+    running.publisher._config = running.config.model_copy(update={"run": run})
+    running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(4))])
+    with pytest.raises(RuntimeError, match=r"the publisher did not finish in run\.silence_timeout=0\.2 s"):
+        running.publisher.offer(PolicyVersion(2), [("w", torch.ones(4))])
+
+
 def test_closing_gives_up_a_transfer_and_says_bye(backend, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
     running = bench(Worker(None, dead=("dead",)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+
 import pytest
 import torch
 import xxhash
@@ -90,8 +93,8 @@ def test_memory_that_was_left_to_a_reader_keeps_what_is_in_it():
 
 def test_checksums_are_computed_when_somebody_compares_them_and_once(monkeypatch):
     hashed: list[int] = []
-    plain = staging_module._checksum
-    monkeypatch.setattr(staging_module, "_checksum", lambda data: hashed.append(len(data)) or plain(data))
+    plain = staging_module.bucket_checksum
+    monkeypatch.setattr(staging_module, "bucket_checksum", lambda data: hashed.append(len(data)) or plain(data))
     staged = Staging(256).fill(VERSION, weights(0).items())
     assert {layout.checksum for layout in staged.layouts(checksums=False)} == {""}
     assert hashed == []
@@ -101,6 +104,19 @@ def test_checksums_are_computed_when_somebody_compares_them_and_once(monkeypatch
     assert [layout.checksum for layout in layouts] == [
         xxhash.xxh3_64_hexdigest(bucket.data.numpy()) for bucket in staged.buckets
     ]
+
+
+class SmallPages(mmap.mmap):
+    """Memory of a kernel without large pages."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_kernel_without_large_pages_has_small_ones(monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    staged = Staging(256).fill(VERSION, weights(0).items())
+    assert all(torch.equal(tensor, weights(0)[name]) for name, tensor in staged.tensors())
 
 
 KINDS = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])

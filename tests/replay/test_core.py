@@ -173,6 +173,15 @@ def test_a_role_that_gives_up_ends_the_run_at_once(driven: Driven) -> None:
     assert driven.core.code == 1
 
 
+def test_a_role_that_gives_up_while_a_run_stops_in_good_order_does_not_fail_it(driven: Driven) -> None:
+    driven.send(LEARNER, Exited(version=V0, reason="run.exit_interval"))
+    driven.tick()
+    driven.send(WORKER, GaveUp(reason="no device"))
+    driven.tick()
+    stops = [message for message in driven.got(LEARNER) if isinstance(message, Stop)]
+    assert (stops, driven.core.code) == ([Stop(reason="run.exit_interval")], 0)
+
+
 def test_who_comes_too_late_is_told_what_became_of_the_run(driven: Driven) -> None:
     driven.send(WORKER, GaveUp(reason="no device"))
     driven.send(b"w:2", Hello(run=RUN, role="generator", name="w2", servers=(SERVER,)))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import zmq
@@ -99,6 +100,14 @@ def test_secrets_are_made_once_and_kept_from_others(keys: Path) -> None:
     client = client_keys(keys)
     assert client.public == made.client_public
     assert zmq.curve_public(made.secret) == client.service_public
+
+
+@pytest.mark.parametrize(("curve", "made"), [("auto", True), ("off", False)])
+def test_a_service_that_needs_no_keys_makes_them_for_others_unless_curve_is_off(
+    keys: Path, tmp_path: Path, curve: Literal["auto", "off"], made: bool
+) -> None:
+    Router(f"ipc://{tmp_path}/replay", StreamConfig(curve=curve), keys).close()
+    assert keys.exists() is made
 
 
 def test_processes_that_make_keys_at_once_agree_on_them(keys: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from streamrl.config.task import TaskConfig
@@ -258,14 +259,36 @@ def test_a_policy_that_is_lost_ends_the_other_samples_of_its_group_first(task, s
     assert Doors.opened == before + 3
 
 
-def test_a_step_of_another_form_says_which_are_allowed(task, scripted):
+@pytest.mark.parametrize("flag", [bool, np.bool_, int, np.int64])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda said, reward, done, no: (said, reward, done),
+        lambda said, reward, done, no: (said, reward, done, {}),
+        lambda said, reward, done, no: (said, reward, done, no, {}),
+        lambda said, reward, done, no: (said, reward, no, done, {}),
+    ],
+)
+def test_a_step_says_that_it_is_done_in_each_form_with_flags_of_numpy_and_numbers_too(task, scripted, form, flag):
+    class Flagged(Doors):
+        def step(self, text):
+            said, reward, done = super().step(text)
+            return form(said, reward, flag(done), flag(False))
+
+    own = task(Episodes, ["x=", "x="], rewards=[], environment=staticmethod(Flagged))
+    (rollout,) = play(own, scripted([["b", END], ["ab", END]]))
+    assert (rollout.failure, rollout.reward, rollout.parts[TURNS]) == (None, 0.75, 2.0)
+
+
+@pytest.mark.parametrize("said", ["open", ("open", 0.5, 2), ("open", 0.5, "no"), ("open", 0.5, None, True, {})])
+def test_a_step_of_another_form_says_which_are_allowed(task, scripted, said):
     class Odd(Doors):
         def step(self, text):
-            return "open"
+            return said
 
     own = task(Episodes, ["x=", "x="], rewards=[], environment=staticmethod(Odd))
     (rollout,) = play(own, scripted([["b", END]]))
-    assert "step gave 'open'; allowed: (observation, reward, done)" in rollout.failure
+    assert f"step gave {str(said)!r}; allowed: (observation, reward, done)" in rollout.failure
 
 
 def test_an_environment_in_which_nothing_can_be_done_is_refused():

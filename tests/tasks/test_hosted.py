@@ -61,6 +61,8 @@ TASKS = """
                     (HERE / "begun").touch()
                     try: await asyncio.sleep(1e9)
                     finally: (HERE / "cancelled").touch()
+                case "hang": await asyncio.to_thread(time.sleep, 1e9)
+                case "briefly": await asyncio.sleep(1.0)
                 case "hold": ctypes.PyDLL(None).sleep(10**9)  # no other thread runs meanwhile
                 case "exit": os._exit(3)
                 case "crash": ctypes.string_at(0)
@@ -254,6 +256,27 @@ def test_a_scorer_that_waits_for_ever_is_ended_by_the_same_deadline_without_its_
     assert "task.scoring.timeout" in (late.failure or "")
     assert fine.reward == 6.0
     assert before == after
+
+
+def test_a_process_in_which_a_late_call_has_left_a_thread_ends_the_calls_that_it_has_and_is_replaced(host):
+    async def play() -> tuple[Rollout, list[Rollout]]:
+        async with host("Own", processes=1) as task:
+            hanging = asyncio.create_task(scored(task, "hang"))
+            await asyncio.sleep(TIMEOUT - 0.5)
+            brief = asyncio.create_task(scored(task, "briefly"))  # it is open when the other is late
+            (late,) = await hanging
+            (after,) = await scored(task, "fine")
+            (before,) = await brief
+            async with asyncio.timeout(DEADLINE):
+                while task.pool.pids != [after.parts["pid"]]:
+                    await asyncio.sleep(0.1)
+            return late, [before, after]
+
+    late, judged = go(play())
+    assert "score took more than task.scoring.timeout" in (late.failure or "")
+    assert [rollout.reward for rollout in judged] == [6.0, 6.0]
+    assert judged[0].parts["pid"] != judged[1].parts["pid"]
+    assert not psutil.pid_exists(int(judged[0].parts["pid"]))
 
 
 @pytest.mark.parametrize(

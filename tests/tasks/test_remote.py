@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from streamrl.config import Config
-from streamrl.config.task import TaskConfig
+from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.built_in.lookup import CALLED
 from streamrl.tasks.built_in.remote import RemoteFailed
-from streamrl.tasks.environment import EXACT, FAILED, Completion, Environment, Rollout, Score
+from streamrl.tasks.environment import EXACT, FAILED, Completion, Environment, Prompt, Rollout, Score
+from streamrl.tasks.host_wire import OWN
+from streamrl.tasks.hosted import host_task
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.serve import application
 from streamrl.tasks.turns import TURNS
+from tests.tasks.hosting import completion
 
 END = "<|im_end|>"
 TASKS = {"task": {"mix": [{"name": "copy"}, {"name": "lookup", "args": {"length": 2}}]}}
@@ -34,6 +37,26 @@ class Shorter(Contrastive):
 
     async def preference(self, prompt, first, second):
         return float(len(first.text) < len(second.text))
+"""
+
+
+NAMED = """
+from streamrl.tasks.environment import Prompt, Score
+from streamrl.tasks.turns import TurnByTurn
+
+
+class Named(TurnByTurn):
+    def __init__(self, arguments, seed, split):
+        self.split = split
+
+    def prompt(self, index):
+        return Prompt(index=index, text="?", answer=f"{__name__} {self.split} {index}")
+
+    async def observation(self, prompt, turns):
+        return prompt.answer
+
+    async def trajectory_reward(self, prompt, turns):
+        return Score(reward=float(turns[-1].text == prompt.answer))
 """
 
 
@@ -92,6 +115,49 @@ def test_a_reward_model_scores_the_prompts_of_a_local_task(scripted):
     app.router.add_post("/score", score)
     rollouts = play(app, "", scripted([["a"], ["cde"]]), n=2, task={"name": "copy"})
     assert [rollout.reward for rollout in rollouts] == [1.0, 3.0]
+
+
+@pytest.fixture
+def server_of_a_class(tmp_path) -> web.Application:
+    """The class `theirs.py:Named`, at /named."""
+    (tmp_path / "theirs.py").write_text(NAMED)
+    task = {"label": "named", "name": f"{tmp_path}/theirs.py:Named"}
+    return application(Config.model_validate({"task": {"mix": [task], "scoring": {"processes": 1}}}))
+
+
+def test_a_served_class_judges_the_prompt_that_it_is_sent_where_both_sides_host_a_class(server_of_a_class, tmp_path):
+    (tmp_path / "mine.py").write_text(NAMED)
+
+    async def use(address: str) -> tuple[Prompt, list[Rollout]]:
+        args = {"url": f"{address}/named", "task": {"name": f"{tmp_path}/mine.py:Named"}}
+        config = TaskConfig(name="remote", args=args, scoring=ScoringConfig(processes=1))
+        task = await host_task(config, 1, "train", config)
+        try:
+            prompt = await task.fetch(3)
+            return prompt, await task.score_all(prompt, [completion(prompt.answer), completion("x")])
+        finally:
+            await task.close()
+
+    prompt, rollouts = asyncio.run(served(server_of_a_class, use))
+    assert prompt.answer.endswith("mine train 3")
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
+
+
+def test_a_served_class_takes_no_index_of_a_process_of_the_caller_for_its_own(server_of_a_class):
+    prompt = {"index": 3, "text": "?", "answer": "of the caller", "metadata": {OWN: 3}}
+    turn = {"text": "of the caller", "finish_reason": "stop"}
+
+    async def use(address: str) -> list[Any]:
+        bodies = {"prompt": {"index": 3, "split": "probe"}, "observation": {"prompt": prompt, "turns": [turn]}}
+        bodies["score"] = {"prompt": prompt, "answers": [[turn]]}
+        async with ClientSession(f"{address}/named/") as http:
+            return [await (await http.post(path, json=body)).json() for path, body in bodies.items()]
+
+    made, observed, judged = asyncio.run(served(server_of_a_class, use))
+    assert made["answer"].endswith("theirs probe 3")
+    assert OWN not in made["metadata"]
+    assert observed["text"] == "of the caller"
+    assert judged["scores"][0]["reward"] == 1.0
 
 
 def judged_alone(app: web.Application, path: str, **args: Any) -> Score:

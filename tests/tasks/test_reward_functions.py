@@ -30,6 +30,24 @@ def test_a_function_of_a_batch_gets_one_entry_an_answer_of_all_that_it_names():
     assert said(reward) == [{"reward": 1.0}, {"reward": 0.0}]
 
 
+def test_a_function_is_of_a_batch_where_it_names_what_only_a_batch_has_or_takes_all_and_nothing_of_one_answer():
+    def lengths(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def asked(prompts, completion_ids):
+        return [float(len(prompt)) for prompt in prompts]
+
+    def played(environments):
+        return [0.5 for _ in environments]
+
+    assert said(lengths) == [{"reward": 2.0}, {"reward": 0.0}]
+    assert said(asked) == [{"reward": 4.0}, {"reward": 4.0}]
+    assert said(played) == [{"reward": 0.5}, {"reward": 0.5}]
+    RewardFunction(lambda prompts, completion_ids, **_: []).check(["prompt", "answer"])
+    assert not RewardFunction(lambda completion_ids: 1.0).of_batch
+    assert not RewardFunction(lambda text, completion_ids, **_: 1.0).of_batch
+
+
 def test_a_function_of_one_answer_gets_what_it_names():
     def reward(completion, answer, finish_reason):
         return {"reward": float(completion == answer), "cut": float(finish_reason == "length")}

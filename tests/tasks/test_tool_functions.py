@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
+import jsonschema
 import pytest
 
 from streamrl.tasks.functions.tools import LONGEST, ToolFunction, tools_of
@@ -20,6 +23,22 @@ async def look(where: Literal["left", "right"]) -> str:
     return f"a wall on the {where}"
 
 
+class Side(Enum):
+    LEFT = "left"
+    RIGHT = "right"
+
+
+@dataclass
+class Place:
+    side: Side
+    steps: int = 1
+
+
+def walk(to: Place) -> str:
+    """Walk."""
+    return f"{to.steps} to the {to.side.value}"
+
+
 def call(function, arguments):
     return asyncio.run(ToolFunction(function).call(arguments))
 
@@ -31,6 +50,14 @@ def test_a_tool_is_described_by_its_name_docstring_and_types():
     assert described["parameters"]["required"] == ["a"]
     assert ToolFunction(look).description["function"]["parameters"]["properties"]["where"]["enum"] == ["left", "right"]
     assert ToolFunction(add).usage == "add(a, b): Add two numbers."
+
+
+def test_a_tool_is_described_with_the_classes_of_its_arguments():
+    parameters = ToolFunction(walk).description["function"]["parameters"]
+    jsonschema.validate({"to": {"side": "left"}}, parameters)  # follows the references
+    with pytest.raises(jsonschema.ValidationError, match="'up' is not one of"):
+        jsonschema.validate({"to": {"side": "up"}}, parameters)
+    assert call(walk, {"to": {"side": "left", "steps": 2}}) == "2 to the left"
 
 
 def test_a_call_has_named_arguments_or_the_text_of_the_first():
@@ -67,6 +94,15 @@ def test_functions_that_cannot_be_tools_are_refused_by_name():
     def starred(*a: int):
         """Takes any number."""
 
+    def hidden(_a: int, b: int):
+        """Has an argument that pydantic passes over."""
+
+    def configured(model_config: int):
+        """Has another."""
+
+    for function, name in ((hidden, "_a"), (configured, "model_config")):
+        with pytest.raises(ValueError, match=rf"^tools: {function.__name__} has the argument '{name}'; allowed: .*$"):
+            ToolFunction(function)
     for function, words in ((silent, "no docstring"), (untyped, "'a' without a type"), (starred, "'a' without a type")):
         with pytest.raises(ValueError, match=f"tools: {function.__name__} has .*{words}"):
             ToolFunction(function)

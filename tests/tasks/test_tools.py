@@ -140,6 +140,24 @@ def test_code_that_does_not_end_is_killed_with_all_that_it_started():
 
 
 @walled
+def test_code_that_does_not_end_is_told_with_what_it_printed_before():
+    (told,) = run("print('six', 7)\nwhile True: pass", seconds=4.0)
+    assert told == "six 7\n[stopped after 4 seconds]"
+
+
+@walled
+@pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes are of one user")
+def test_the_processes_of_one_run_are_no_limit_to_another_beside_it():
+    code = "import threading, time\nfor _ in range(6): threading.Thread(target=time.sleep, args=(3,)).start()"
+
+    async def go() -> list[str]:
+        tool = PythonTool(Limits(processes=8, seconds=30.0), parallel=4)
+        return await asyncio.gather(*(tool.run(code) for _ in range(4)))
+
+    assert asyncio.run(go()) == [""] * 4
+
+
+@walled
 def test_what_code_prints_is_cut():
     assert len(run("print('x' * 10 ** 7)", output=100, seconds=20.0)[0]) == 100
 

@@ -20,6 +20,7 @@ from streamrl.observe.stamps import spread_over
 from streamrl.types import PolicyVersion
 
 NEIGHBOURS = 1024  # tokens of a version that are scored with the weights beside it
+FEWEST = 4  # of its samples, where there are as many: how they differ says how much the result is worth
 ROUNDED = 2048  # tokens of a run whose rounding is measured, about, as many of each version
 
 
@@ -125,7 +126,8 @@ class _Scorer:
 
     def _spans(self, version: PolicyVersion) -> list[Stamped]:
         exact = [span for span in self._tokens[version] if span.exact]
-        return [exact[place] for place in spread_over([span.tokens for span in exact], NEIGHBOURS)]
+        sizes = [span.tokens for span in exact]
+        return [exact[place] for place in spread_over(sizes, NEIGHBOURS, fewest=FEWEST)]
 
     def _compare(self, version: PolicyVersion) -> None:
         """Where both are known."""

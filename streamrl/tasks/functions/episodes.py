@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from streamrl.tasks.conversation import Conversation
 from streamrl.tasks.environment import EXACT, Inference, Message, Prompt, Rollout, Score
 from streamrl.tasks.episodes import begun, together, unbegun
@@ -237,11 +239,16 @@ def _followed(prompt: Prompt, observed: Any) -> Prompt:
 def _stepped(said: Any) -> tuple[Any, float, bool]:
     """Observation, reward, and whether it is over: of three values, or of Gymnasium's five. Raises ValueError."""
     match said:
-        case (observed, reward, bool(over)) | (observed, reward, bool(over), dict()):
-            return observed, float(reward), over
-        case (observed, reward, bool(terminated), bool(truncated), dict()):
-            return observed, float(reward), terminated or truncated
+        case (observed, reward, over) | (observed, reward, over, dict()) if _is_flag(over):
+            return observed, float(reward), bool(over)
+        case (observed, reward, terminated, truncated, dict()) if _is_flag(terminated) and _is_flag(truncated):
+            return observed, float(reward), bool(terminated or truncated)
     raise ValueError(f"step gave {str(said)[:80]!r}; allowed: (observation, reward, done), or Gymnasium's five values")
+
+
+def _is_flag(value: Any) -> bool:
+    """NumPy's own are no bool, nor int."""
+    return isinstance(value, int | np.integer | np.bool_) and value in (0, 1)
 
 
 def _accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
     def reward(completions, answer, **columns) -> list[float | None]        a batch: all answers of a group
     def reward(completion, answer) -> float | dict[str, float] | None       one answer; a mapping has "reward" and parts
 
+A function is of a batch where it names something that only a batch has, or takes everything and names nothing that only
+one answer has.
 Arguments are given by their names: those of `BATCH` or `SINGLE`, and any column of the data set. Either form may be
 `async`. None: the function has no say on that answer.
 """
@@ -20,7 +22,7 @@ from typing import Any
 
 from streamrl.tasks.environment import EXACT, Message, Score
 
-# What a function of a batch may ask for; `completions` tells the two forms apart. All lists, one entry an answer.
+# What a function of a batch may ask for. All lists, one entry an answer.
 BATCH = ("prompts", "completions", "completion_ids", "finish_reasons", "environments")
 
 # What a function of one answer may ask for. `text` is of the policy's last turn; `completion` is, as in TRL, a list of
@@ -63,7 +65,9 @@ class RewardFunction:
         self._named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         self._required = {each.name for each in parameters if each.name in self._named and each.default is each.empty}
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        self.of_batch = "completions" in self._named or (self._takes_all and not self._named & set(SINGLE))
+        self.of_batch = not self._named.isdisjoint({*BATCH} - {*SINGLE}) or (
+            self._takes_all and self._named.isdisjoint({*SINGLE} - {*BATCH})
+        )
         if unnamed := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
             raise ValueError(f"reward: {self.name} has the argument {unnamed[0]!r} without a name; allowed: named ones")
 

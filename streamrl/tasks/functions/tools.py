@@ -53,11 +53,17 @@ class ToolFunction:
             schema = self._arguments.model_json_schema()
         except (PydanticSchemaGenerationError, ValueError) as error:
             raise ValueError(f"tools: {self.name}: {str(error).splitlines()[0]}; allowed: types of JSON") from None
+        if lost := fields.keys() - self._arguments.model_fields.keys():  # pydantic passes over some names
+            raise ValueError(
+                f"tools: {self.name} has the argument {min(lost)!r}; allowed: no leading _, no model_config"
+            )
         parameters = {
             "type": "object",
             "properties": schema.get("properties", {}),
             "required": schema.get("required", []),
         }
+        if "$defs" in schema:  # of classes, to which the properties refer
+            parameters["$defs"] = schema["$defs"]
         self.description: dict[str, Any] = {
             "type": "function",
             "function": {"name": self.name, "description": text, "parameters": parameters},
