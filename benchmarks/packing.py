@@ -14,7 +14,8 @@ Lengths are log-normal, clipped: prompt and answer of one sample each. The figur
     unused     share of the budget that the rows leave: rows are computed as long as they are, so it costs nothing
 
 Each is the worst over the seeds. The three take turns in each repeat; milliseconds are of the thread's CPU time, so
-that a busy machine does not count, medians over repeats and seeds, the spread is (max - min) / median.
+that a busy machine hardly counts, medians over repeats and seeds, the spread is (max - min) / median. The quick form
+does not judge them.
 """
 
 from __future__ import annotations
@@ -159,12 +160,13 @@ def main() -> int:
             show(sigma, budget, figures)
             rows.append({"sigma": sigma, "budget": budget, **figures})
     over = {name: max(row["planned"][name] for row in rows) for name in BARS}
-    for name, bar in BARS.items():
+    judged = {name: bar for name, bar in BARS.items() if name != "milliseconds" or not options.quick}
+    for name, bar in judged.items():
         print(f"{name}: at most {over[name]:.5g}, bar {bar:g}: {'held' if over[name] <= bar else 'MISSED'}")
     if options.json:
         text = json.dumps({"benchmark": "packing", "seeds": seeds, "repeats": repeats, "bars": BARS, "rows": rows})
         options.json.write_text(text + "\n")
-    return 0 if all(over[name] <= bar for name, bar in BARS.items()) else 1
+    return 0 if all(over[name] <= bar for name, bar in judged.items()) else 1
 
 
 if __name__ == "__main__":
