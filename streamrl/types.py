@@ -244,6 +244,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: dict[int, int] = {}  # group id: attempt; settled without being trained, of the steps still kept
     run: str | None = None  # id of the run whose groups they are; None: from before runs had ids
 
+    def settles(self, group_id: int) -> bool:
+        """Was it trained, or left out for good?"""
+        return group_id < self.below or group_id in self.above
+
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The G rollouts of one prompt, from one ticket. Each is one sample, or several: its branches.

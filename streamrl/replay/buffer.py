@@ -224,7 +224,8 @@ class Buffer:
         nowhere, its missing groups are generated again, and those steps are put together again.
         """
         resumed, lost = self._state.redeliverable(version.step)
-        self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost, limits=limits))
+        unknown = self._state.unknown(version.step, ledger)
+        self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost, limits=limits, unknown=unknown))
         self.gate.began(version.step, self._lives)
         self._batches.trained = version.step
 

@@ -47,6 +47,7 @@ class Contents:
     # (group id, attempt): first step that consumed it and did not train it
     quarantined: dict[tuple[int, int], int] = field(default_factory=dict)
     reused: dict[int, tuple[int, ...]] = field(default_factory=dict)  # step: those of its groups that others had before
+    unknown: set[int] = field(default_factory=set)  # steps that need not have trained the groups of their record
     began: list[PolicyVersion] = field(default_factory=list)  # starts of learners
     tickets: int = 0  # attempts that were issued
 
@@ -103,8 +104,10 @@ class Contents:
         self.began.append(record.version)
         self._undo(record.next_step)
         self._lose(record.lost)
+        self.unknown |= set(record.unknown)
+        self._lose([group_id for step in record.unknown for group_id in self.steps.pop(step, ())])
         if (ledger := record.ledger) is not None:  # it may know more than a journal whose tail was lost
-            settled = [i for i in self.state if i < ledger.below or i in ledger.above]
+            settled = [i for i in self.state if ledger.settles(i)]
             self._set((i for i in settled if self.state[i] != "consumed"), "committed")
             if unknown := ledger.quarantined.items() - self.quarantined.keys():
                 uses = self.uses()
@@ -114,6 +117,7 @@ class Contents:
 
     def _undo(self, first: int) -> None:
         """The steps from `first` on are consumed again, if at all."""
+        self.unknown = {step for step in self.unknown if step < first}
         undone = [step for step in self.steps if step >= first]
         if not undone:
             return
@@ -159,8 +163,8 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
     A step that was consumed again replaces what it was before and all later ones; a step that was only delivered
     again has no second record. Where old segments were compacted away the history begins with the first step whose
     groups are all there. Two passes: the first notes where the groups are, the second reads one batch at a time,
-    so that memory holds one batch. Raises JournalDamaged for a step or a group that is missing, AnotherRun for
-    segments of several runs.
+    so that memory holds one batch. Raises JournalDamaged for a step or a group that is missing, or a step that may
+    have trained others than its record names, AnotherRun for segments of several runs.
     """
     contents, runs = Contents(), set[str | None]()
     places: dict[int, tuple[Place, tuple[int, int]]] = {}
@@ -178,7 +182,9 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
     due = None if is_compacted(folder) else first
     gone = _left_behind(folder) - places.keys()
     begins = max((step + 1 for step, ids in steps.items() if not gone.isdisjoint(ids)), default=0)
-    for step, ids in sorted(steps.items()):
+    for step, ids in sorted((steps | dict.fromkeys(contents.unknown, ())).items()):
+        if step in contents.unknown and step >= begins:
+            raise JournalDamaged(f"{folder}: the record of what step {step} trained is missing, or of a step behind it")
         missing = [group_id for group_id in ids if group_id not in places]
         if step < begins or (missing and due is None):
             continue

@@ -29,6 +29,8 @@ class Began(Record, frozen=True, kw_only=True):
     next_step: int  # the first step that is not delivered as it was before
     lost: tuple[int, ...] = ()  # groups of the steps from there on whose frames are nowhere: generated again
     limits: Limits | None = None  # of this learner
+    # steps before `version` that need not have been trained as recorded: later records of them may be lost
+    unknown: tuple[int, ...] = ()
 
 
 class Issued(Record, frozen=True, kw_only=True):

@@ -174,6 +174,12 @@ class State:
         resumed = min((later for later, group_ids in lost.items() if group_ids), default=self.next_step)
         return resumed, tuple(i for later, group_ids in lost.items() if later >= resumed for i in group_ids)
 
+    def unknown(self, step: int, ledger: Ledger | None) -> tuple[int, ...]:
+        """The consumed steps before `step` that weights of it need not have been trained on as the records say."""
+        if step > self.next_step or (ledger is not None and self._contradicts(step, ledger)):
+            return tuple(earlier for earlier in self.batches if earlier < step)
+        return ()
+
     def oldest_place(self) -> int | None:
         """The lowest segment with frames that may be needed."""
         places = (life.place for life in self.lives.values())

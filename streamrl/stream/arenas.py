@@ -5,7 +5,8 @@ its own, `Arenas`:
 
     lent ──tracker done: ZeroMQ has let go──▶ free ──allocate──▶ filled ──lend──▶ lent
 
-A receiver gets what libzmq takes from malloc, which `keep_pages` tells not to give its pages back.
+A receiver gets what libzmq takes from malloc, which `keep_pages` tells not to give its pages back, until too much is
+unread (`give_pages_back`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,17 @@ def keep_pages() -> None:
     if hasattr(libc, "mallopt"):  # glibc; other C libraries have no such switch
         libc.mallopt(_TRIM, HELD)
         libc.mallopt(_MMAP, LARGE)
+
+
+def give_pages_back() -> None:
+    """Have malloc give back the pages that nothing lies in, which it keeps otherwise, between blocks too.
+
+    Messages that libzmq decrypts have about one size, and their copies another: what is freed of one does not hold
+    the next, and a process may keep as much as it needs.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 class Arenas:

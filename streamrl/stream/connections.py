@@ -79,6 +79,11 @@ class Connections:
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._connections))
 
+    @property
+    def is_pressed(self) -> bool:
+        """So much is unread that the pages beside it matter, which malloc keeps."""
+        return self.unread > self._bounds.unread_in_all / 8
+
     def peer(self, descriptor: int) -> str:
         """The other end's address, as it was accepted."""
         return self._connections[descriptor].peer

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 import zmq
 from zmq.utils import z85
 
+from streamrl.stream.arenas import give_pages_back
 from streamrl.stream.connections import SEALED, Bounds, Connections, Count
 from streamrl.stream.keys import ServiceKeys
 
@@ -178,6 +179,8 @@ class Door:
                 spent = time.thread_time()
                 self._poll()
                 due = begun + max(LOOK, 10 * (time.thread_time() - spent))
+                if self.connections.is_pressed:
+                    give_pages_back()
             # A peer that is let in is one whose connection is watched, and followed nobody whose events still wait.
             while asked and self.connections.may_come_in and (new < EVENTS or handled - asked[0][0] >= QUEUED):
                 questions.send_multipart(self._answer(asked.popleft()[1]))

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from streamrl.config import Config
 from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.controllers.base import Controller, Move, Seen
+from streamrl.replay.history import Contents
 from streamrl.replay.life import Phase
 from streamrl.replay.lives import Lives
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Snapshot, Stored
@@ -162,6 +163,7 @@ class Schedule(RuleBasedStateMachine):
         self.sealed: list[AnyRecord | tuple[Completed, Place]] = []  # before it
         self.needed = 0  # records that something outside depends on: the fsync has happened
         self.disturbed = False  # a restart: slots above the capacity may exist for a moment
+        self.torn = False  # records that were durable are lost
         self.servers = dict.fromkeys(WORKERS, NEW)
         self.open: dict[tuple[int, int], tuple[str, Ticket]] = {}
         self.doubtful: set[tuple[int, int]] = set()  # out when the service crashed: it may not know them
@@ -421,7 +423,9 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.journalled)
     @rule(data=st.data(), early=st.booleans())
     def service_crashes_and_the_tail_is_torn_off(self, data: st.DataObject, early: bool) -> None:
-        self.recover(data.draw(st.integers(0, len(self.journal)), label="records left"), early)
+        left = data.draw(st.integers(0, len(self.journal)), label="records left")
+        self.torn = self.torn or left < self.needed
+        self.recover(left, early)
 
     @precondition(lambda self: not self.journalled)
     @rule()
@@ -486,6 +490,23 @@ class Schedule(RuleBasedStateMachine):
             assert idle < 20, "the run does not go on"
         assert sorted(self.trained) == list(range(STEPS))
         self.check_prompts()
+        if self.journalled:
+            self.check_records()
+
+    @property
+    def records(self) -> list[AnyRecord]:
+        """All that the journal has."""
+        return [each[0] if isinstance(each, tuple) else each for each in (*self.sealed, *self.journal)]
+
+    def check_records(self) -> None:
+        """What the journal says that a step trained, it trained: whatever was torn off."""
+        contents = Contents()
+        for record in self.records:
+            contents.add(record)
+        assert contents.steps == {step: tuple(self.trained[step]) for step in contents.steps}
+        assert contents.unknown.isdisjoint(contents.steps)
+        if not self.torn:
+            assert sorted(contents.steps) == list(range(STEPS))
 
     def issue_all(self, worker: str) -> None:
         while (ticket := self.buffer.issue(worker, self.servers[worker], self.now)) is not None:

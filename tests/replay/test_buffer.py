@@ -17,7 +17,7 @@ from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.life import Phase
 from streamrl.replay.orders.fifo import Fifo
-from streamrl.replay.records import Completed, Place, Snapshot
+from streamrl.replay.records import Began, Completed, Place, Snapshot
 from streamrl.replay.refusals import DuplicateGroup, GroupRefused
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
@@ -68,6 +68,11 @@ def written(buffer: Buffer) -> list[Any]:
         else:
             journal.append(record)
     return journal
+
+
+def starts(buffer: Buffer) -> list[Began]:
+    """Of a learner, among what the buffer has just decided."""
+    return [record for record in buffer.drain() if isinstance(record, Began)]
 
 
 # -- every schedule
@@ -441,6 +446,7 @@ def test_what_the_learner_has_trained_beyond_a_torn_journal_is_settled() -> None
     recovered = buffer_of()
     recovered.restore(None, journal)
     recovered.begin(PolicyVersion(2), buffer.ledger())
+    assert starts(recovered)[-1].unknown == (0,), "of step 0 a record may be lost, too"
     assert (recovered.next_step, recovered.groups) == (2, 0)
     recovered.acknowledge(PolicyVersion(2))
     assert [ticket.group_id for ticket in issue_all(recovered, version=PolicyVersion(2))][:2] == [8, 9]
@@ -457,9 +463,25 @@ def test_a_learner_whose_groups_are_others_than_the_journal_says_is_believed() -
     recovered = buffer_of(order="ready", over_age="pass")
     recovered.restore(None, journal)
     recovered.begin(PolicyVersion(1, incarnation=1), buffer.ledger())
+    assert starts(recovered)[-1].unknown == (0,)
     tickets = issue_all(recovered, version=PolicyVersion(1))
     assert [ticket.group_id for ticket in tickets][:4] == [2, 5, 6, 7]
     assert [ticket.prompt_index for ticket in tickets][:4] == [2, 5, 6, 7]
+
+
+def test_a_learner_whose_groups_are_those_of_the_journal_leaves_its_steps_as_they_are() -> None:
+    buffer = buffer_of(order="ready", over_age="pass")
+    ledgers = [buffer.ledger()]
+    for step in range(2):
+        train(buffer, step)
+        ledgers.append(buffer.ledger())
+    journal = written(buffer)
+    for step, ledger in enumerate(ledgers):
+        recovered = buffer_of(order="ready", over_age="pass")
+        recovered.restore(None, journal)
+        recovered.begin(PolicyVersion(step, incarnation=1), ledger)
+        assert starts(recovered)[-1].unknown == ()
+        assert recovered.next_step == 2
 
 
 def test_steps_before_the_oldest_checkpoint_are_forgotten_with_their_segments() -> None:

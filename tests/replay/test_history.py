@@ -54,8 +54,8 @@ def consumed(step: int, *group_ids: int) -> Consumed:
     return Consumed(step=step, group_ids=group_ids)
 
 
-def began(step: int, next_step: int, ledger: Ledger | None = None, lost: tuple[int, ...] = ()) -> Began:
-    return Began(version=PolicyVersion(step, incarnation=1), ledger=ledger, next_step=next_step, lost=lost)
+def began(step: int, next_step: int, ledger: Ledger | None = None, **what: tuple[int, ...]) -> Began:
+    return Began(version=PolicyVersion(step, incarnation=1), ledger=ledger, next_step=next_step, **what)
 
 
 def issued(group_id: int, attempt: int = 0) -> Issued:
@@ -146,6 +146,32 @@ def test_a_step_that_was_lost_with_the_journals_tail_is_told(tmp_path: Path, mak
     assert next(batches).step == 0
     with pytest.raises(JournalDamaged, match="the record of step 1 is missing, step 2 is the next"):
         next(batches)
+
+
+def test_a_step_whose_last_record_was_lost_is_none_of_its_former_one(tmp_path: Path, make_group: MakeGroup) -> None:
+    """It was put together again, trained, and torn off: a learner's weights have other groups than are recorded."""
+    write(tmp_path, *(make_group(group_id) for group_id in (0, 1, 2)), consumed(0, 0), consumed(1, 2))
+    ledger = Ledger(below=2, pending={2: ("copy", 2)})
+    write(tmp_path, began(2, next_step=2, ledger=ledger, unknown=(1,)), make_group(2), consumed(2, 2))
+    batches = recorded_batches(tmp_path)
+    assert next(batches).step == 0
+    with pytest.raises(JournalDamaged, match="the record of what step 1 trained is missing"):
+        next(batches)
+
+
+def test_a_step_of_which_not_all_is_known_is_consumed_again_by_a_learner_that_goes_back(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    write(tmp_path, *(make_group(group_id) for group_id in (0, 1, 2)), consumed(0, 0), consumed(1, 2))
+    write(tmp_path, began(2, next_step=2, ledger=Ledger(below=2), unknown=(1,)), began(1, next_step=1), consumed(1, 1))
+    assert steps_and_ids(tmp_path) == [(0, [0]), (1, [1])]
+
+
+def test_groups_of_a_step_that_is_not_known_are_settled_or_wait() -> None:
+    records = (completed(0), completed(1), completed(2), consumed(0, 2, 1))
+    start = began(1, next_step=1, ledger=Ledger(below=2, pending={2: ("copy", 2)}), unknown=(0,))
+    assert states(*records, start) == {0: "committed", 1: "committed", 2: "waiting"}
+    assert contents((*records, start)).uses() == {}
 
 
 def test_a_step_whose_record_is_damaged_is_told(

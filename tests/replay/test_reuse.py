@@ -83,8 +83,7 @@ class ReuseSchedule(Schedule):
         assert findings.reused == sum(uses.values()) - len(uses)
         if self.journalled:
             sizes = Sizes(self.config.replay)
-            records = [each[0] if isinstance(each, tuple) else each for each in (*self.sealed, *self.journal)]
-            assert [problem for record in records for problem in sizes.add(record)] == []
+            assert [problem for record in self.records for problem in sizes.add(record)] == []
 
     @precondition(lambda self: self.position in self.trained or self.position - 1 in self.trained)
     @rule(data=st.data())

@@ -378,6 +378,51 @@ def test_a_small_message_takes_no_buffer_of_its_own_in_memory(keys: Path) -> Non
     assert float(done.stdout) < 20, done.stderr
 
 
+HOLES = """
+import ctypes
+import psutil
+from streamrl.stream.arenas import give_pages_back, keep_pages
+keep_pages()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+blocks = [libc.malloc(8 << 20) for _ in range(12)]
+for block in blocks:
+    ctypes.memset(block, 1, 8 << 20)
+for block in blocks[::2]:
+    libc.free(block)
+kept = psutil.Process().memory_info().rss
+give_pages_back()
+print((kept - psutil.Process().memory_info().rss) >> 20)
+"""
+
+
+def test_pages_between_messages_are_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, timeout=120)
+    assert int(done.stdout) > 40, done.stderr  # of 48 MiB, which malloc has kept
+
+
+def test_where_much_is_unread_pages_are_given_back_and_only_there(
+    router: Router, keys: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(door, "give_pages_back", lambda: given.append(router._door.connections.unread))
+    dealer = connect(router.address, STREAM, keys)
+    dealer._socket.send_multipart([bytes(8), bytes(MESSAGE // 2)])
+    until(lambda: router._door.connections.unread > MESSAGE // 2 - door.HANDSHAKE)
+    time.sleep(5 * door.LOOK)  # several looks
+    assert not given
+    for _ in range(2):
+        dealer._socket.send_multipart([bytes(8), bytes(MESSAGE // 2)])
+    until(lambda: len(given) > 2)
+    while router.receive(0.2) is not None:
+        pass
+    count = len(given)
+    time.sleep(5 * door.LOOK)
+    assert len(given) == count
+    assert min(given) > MESSAGE
+
+
 def test_a_door_that_fails_lets_nobody_in_tells_its_reader_and_holds_up_no_end(
     router: Router, keys: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from streamrl.config.replay import ReplayConfig
@@ -89,7 +89,7 @@ class Sizes:
         """The next record, of any kind. Yields what is wrong with it."""
         match record:
             case Consumed(step=step, group_ids=group_ids, reused=reused):
-                self._undo(step)
+                self._undo(self._from(step))
                 yield from self._problems(step, group_ids, frozenset(reused))
                 self._steps[step] = group_ids
                 for group_id in group_ids:
@@ -98,8 +98,10 @@ class Sizes:
             case Measured(step=step, ess=values):
                 newest = zip(self._steps.get(step, ()), values, strict=False)
                 self._told |= {group_id: ess for group_id, ess in newest if self._uses[group_id][-1] == step}
-            case Lost(step=step) | Began(next_step=step):
-                self._undo(step)
+            case Lost(step=step):
+                self._undo(self._from(step))
+            case Began(next_step=step, unknown=unknown):
+                self._undo({*self._from(step), *unknown})
 
     def _problems(self, step: int, group_ids: tuple[int, ...], reused: Set[int]) -> Iterator[str]:
         again = {group_id for group_id in group_ids if group_id in self._uses}
@@ -114,10 +116,13 @@ class Sizes:
         if again != reused and (self._whole or not again <= reused):
             yield f"step {step} trained {len(again)} groups that an earlier step had, its record names {len(reused)}"
 
-    def _undo(self, first: int) -> None:
-        """The steps from `first` on are put together again; what they had measured counts no more."""
-        for step in [step for step in self._steps if step >= first]:
-            for group_id in self._steps.pop(step):
+    def _from(self, first: int) -> list[int]:
+        return [step for step in self._steps if step >= first]
+
+    def _undo(self, steps: Iterable[int]) -> None:
+        """These were not trained as they were recorded; what they had measured counts no more."""
+        for step in steps:
+            for group_id in self._steps.pop(step, ()):
                 self._told[group_id] = None
                 self._uses[group_id].remove(step)
                 if not self._uses[group_id]:
