@@ -14,17 +14,20 @@ import pytest
 
 from benchmarks.stored_sweeps import read_stored
 from streamrl.config import file as config_file
+from streamrl.config.replay import ReplayConfig
 from streamrl.lab.sweep.differences import difference, ratio
 from streamrl.lab.sweep.estimates import estimate
 from streamrl.lab.sweep.plan import read
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "staleness.md").read_text()
+EXPERIMENTS = (ROOT / "docs" / "experiments.md").read_text()
 
 OVERALL = "reward over the run"
 
 _SECTION = re.compile(r"^#+ ", re.MULTILINE)
 _BLOCK = re.compile(r"<!-- [\w.-]+ findings:.*?<!-- end of [\w.-]+ findings -->|```.*?```|`[^`]*`", re.DOTALL)
+_FENCED = re.compile(r"```.*?```", re.DOTALL)
 _TARGET = re.compile(r"\]\([^)]*\)|<!--.*?-->")
 _HEADLINE = re.compile(r"^- \*(.+?)\*: ", re.MULTILINE)
 _OF_TABLES = re.compile(r"`[^`]*`|[\d.e-]+±[\d.e-]+")  # what `benchmarks.stored_sweeps` compares with them
@@ -133,8 +136,10 @@ STALENESS: Claims = {
     "The bound is what the age is": lambda runs: all(
         0.85 * bound < runs.of(at(bound), "staleness").middle <= bound for bound in BOUNDS
     ),
-    "Two steps of staleness cost nothing that five seeds show": lambda runs: (
-        runs.of(at(2), OVERALL).overlaps(runs.of(at(0), OVERALL))
+    "Two steps of staleness cost `default` nothing that five seeds show": lambda runs: (
+        runs.against(at(2), at(0)).holds(0)
+        and runs.against(at(2), at(0))[0] > -runs.of(at(0), OVERALL).middle / 4
+        and all(runs.against(at(2, again), at(0, again))[1] < 0 for again in ("recompute", SECOND_PASS))
         and runs.of(at(2), "trained").above(runs.of(at(0), "trained"))
     ),
     "Eight cost most of it, sixteen more": lambda runs: (
@@ -163,16 +168,18 @@ STALENESS: Claims = {
         and runs.of(at(bound), "trained").above(runs.of(at(bound, SECOND_PASS), "trained"))
         for bound in (0, *BOUNDS)
     ),
-    "At 8 and 16 it has more at steps as large": lambda runs: (
+    "At 8 and 16 it has more than `recompute` at steps whose size five seeds do not tell apart": lambda runs: (
         all(
-            runs.of(at(bound, SECOND_PASS), "KL per step").overlaps(runs.of(at(bound, "recompute"), "KL per step"))
+            runs.against(at(bound, SECOND_PASS), at(bound, "recompute"), "KL per step").holds(0)
             and runs.against(at(bound, SECOND_PASS), at(bound, "recompute"))[0] > 0
             for bound in (8, 16)
         )
         and runs.of(at(2, SECOND_PASS), "KL per step").above(runs.of(at(2, "recompute"), "KL per step"))
     ),
     "It also keeps more of its reward": lambda runs: (
-        _kept(runs, SECOND_PASS) > 1 / 2 and _kept(runs, "default") < 1 / 4
+        _kept(runs, SECOND_PASS).above(_kept(runs, "default"))
+        and _kept(runs, SECOND_PASS).holds(1 / 2)
+        and _kept(runs, "default").holds(1 / 4)
     ),
     "`cap-1.2` gives nothing that five seeds show": lambda runs: all(
         runs.more(at(bound, "cap-1.2")).holds(0)
@@ -192,9 +199,12 @@ def _learns_most(runs: Runs, default: str) -> bool:
     return max(others, key=lambda name: runs.of(name, OVERALL).middle).endswith(SECOND_PASS)
 
 
-def _kept(runs: Runs, point: str) -> float:
+def _kept(runs: Runs, point: str) -> Interval:
     """Share of the reward over the run at bound 0 that it has at 16."""
-    return runs.of(at(16, point), OVERALL).middle / runs.of(at(0, point), OVERALL).middle
+    found = ratio(runs.values(at(16, point), OVERALL), runs.values(at(0, point), OVERALL))
+    assert found is not None
+    assert found.student is not None
+    return Interval(found.student)
 
 
 HARDLY = ("weight-none", "weight-sequence", "gamma-0.7", "cap-5", "discount-0.9")
@@ -210,6 +220,9 @@ CORRECTIONS: Claims = {
             runs.more("cap-1.2").middle >= runs.more(point).middle
             for point in (*HARDLY, "gamma-0.9", "passes-2")  # at the behaviour policy, too
         )
+        and 1.2 < 1 + 0.7 ** runs.of("gamma-0.7", "staleness").middle < 1.3  # the cap of its tokens
+        and runs.more("gamma-0.7").holds(0)
+        and runs.against("cap-1.2", "gamma-0.7")[0] > 0
     ),
     "A proximal policy that is computed again costs reward": lambda runs: all(
         runs.more(point, "reward")[1] < 0
@@ -223,18 +236,20 @@ CORRECTIONS: Claims = {
             and runs.of(point, "reward").overlaps(runs.of("recompute", "reward"))
             for point in ("recompute-gamma-0.7", "recompute-second_moment")
         )
-        and abs(runs.of("recompute-cap-5", "reward").middle - runs.of("recompute", "reward").middle) < 0.01
+        and runs.against("recompute-cap-5", "recompute", "reward").holds(0)
     ),
     "With a second pass it learns most from a step": lambda runs: (
         runs.first(OVERALL) == SECOND_PASS
         and runs.more(SECOND_PASS)[0] > 0
         and runs.of("default", "trained").above(runs.of(SECOND_PASS, "trained"))
         and runs.more("passes-2").holds(0)
+        and not runs.more("passes-2").within(runs.of("default", OVERALL).middle / 4)
     ),
-    "`interpolate` is farther from its data, and not ahead": lambda runs: (
+    "`interpolate` is farther from its data, and not ahead as far as five seeds show": lambda runs: (
         runs.of("interpolate", "KL").above(runs.of("default", "KL"))
         and runs.of("default", "clipped").above(runs.of("interpolate", "clipped"))
         and runs.more("interpolate").holds(0)
+        and not runs.more("interpolate").within(runs.of("default", OVERALL).middle / 3)
     ),
     "The effective sample size does not say who learns": lambda runs: (
         runs.first("ESS", least=True) == runs.first(OVERALL) == SECOND_PASS
@@ -247,18 +262,24 @@ def _new(runs: Runs, point: str) -> float:
     return runs.of(point, "generated").middle / runs.of(point, "trained").middle
 
 
+def _new_to_target(runs: Runs, point: str) -> float:
+    """The same of those until the target."""
+    return runs.of(point, "tokens to target").middle / runs.of(point, "trained to target").middle
+
+
+def _replay(name: str, point: str) -> ReplayConfig:
+    """Of a point of the sweep."""
+    return next(job.config.replay for job in read(_file(name)).jobs(fresh=True) if job.point.name == point)
+
+
 MIXED_AGES: Claims = {
     "Ages differ as they are meant to": lambda runs: (
         runs.of("default", "staleness p95").middle > 1.5 * runs.of("default", "staleness").middle
     ),
-    "Discounts by age give nothing": lambda runs: (
-        all(
-            runs.more(point, figure).holds(0)
-            for point in ("discount-0.9", "discount-0.7")
-            for figure in (OVERALL, "reward")
-        )
-        and all(runs.more(point)[1] < 0.1 for point in ("discount-0.9", "discount-0.7"))
-        and runs.more("discount-0.7", "reward")[1] < 0.1 < runs.more("discount-0.9", "reward")[1]
+    "Discounts by age give nothing that five seeds show": lambda runs: all(
+        runs.more(point, figure).holds(0) and runs.more(point, figure)[1] < runs.of("default", figure).middle / 4
+        for point in ("discount-0.9", "discount-0.7")
+        for figure in (OVERALL, "reward")
     ),
     "A proximal policy that is computed again costs reward here, too": lambda runs: (
         runs.more("recompute", "reward")[1] < 0
@@ -300,7 +321,7 @@ FIRST_TEN, SECOND_TEN = range(11, 21), range(21, 31)  # seeds, on two machines
 ADAPTIVE = ("adaptive-16", "eager-adaptive-16")
 
 FRESHNESS: Claims = {
-    "Not the bound, but the age of the data costs the reward": lambda runs: (
+    "Under one bound it is old data that costs the reward": lambda runs: (
         runs.of("just_in_time-16", "reward").above(runs.of("fixed-16", "reward"))
         and runs.of("fixed-16", "staleness").above(runs.of("just_in_time-16", "staleness"))
     ),
@@ -310,6 +331,7 @@ FRESHNESS: Claims = {
         and runs.more("just_in_time-16")[1] < 0
         and runs.more("just_in_time-16").within(0.1)
         and runs.of("just_in_time-16", "staleness")[1] <= 3
+        and all(6 <= oldest <= 7 for oldest in runs.values("just_in_time-16", "oldest").values())  # what it begins with
     ),
     "The learner is fed all the same": lambda runs: (
         runs.of("just_in_time-16", "idle learner")[1] < 0.02 and runs.of("fixed-2", "idle learner")[1] < 0.02
@@ -331,7 +353,7 @@ FRESHNESS: Claims = {
     ),
 }
 
-NEW_GROUPS = (("four-times", "once-8"), ("twice", "once-16"), ("twice-8", "once-4"))  # as many a step
+NEW_GROUPS = (("four-times", "once-8"), ("twice", "once-16"), ("twice-8", "once-4"))  # as many a step, at the least
 
 REUSE: Claims = {
     "At steps of 32 groups reuse needs less than half of the generated tokens": lambda runs: (
@@ -348,10 +370,16 @@ REUSE: Claims = {
         )
         and runs.times("once-8", "tokens to target")[1] < 0.5
     ),
-    "What reuse adds is reward of a step": lambda runs: (
-        all(runs.against(again, once).middle > 0 for again, once in NEW_GROUPS)
-        and runs.against("four-times", "once-8")[0] > 0
-        and len(runs.values("once-4", "tokens to target")) == len(runs.values("once-4", "reward")) - 1
+    "A step with reuse has more reward, and more new data": lambda runs: (
+        runs.against("four-times", "once-8")[0] > 0
+        and all(runs.against(again, once).middle > 0 for again, once in NEW_GROUPS)
+        and all(runs.against(again, once).holds(0) for again, once in NEW_GROUPS[1:])
+        and all(
+            _replay("reuse", again).fresh == _replay("reuse", once).groups_per_step
+            and _new_to_target(runs, again) > _replay("reuse", again).fresh / _replay("reuse", again).groups_per_step
+            for again, once in NEW_GROUPS
+        )
+        and _replay("reuse", "four-times").fresh * 4 == _replay("reuse", "four-times").groups_per_step
     ),
     "Either takes about half of the time, as generation is the slower side": lambda runs: (
         all(0.35 < runs.times(point, "seconds to target").middle < 0.55 for point in ("four-times", "once-8"))
@@ -387,9 +415,12 @@ DITHER: Claims = {
         and runs.times("bfloat16-copied", "seconds to target").holds(1)
         and runs.of("bfloat16-copied", "trained").above(runs.of("float32", "trained"))
     ),
-    "With dithered ones it learns as in float32": lambda runs: all(
-        runs.more("bfloat16", figure).holds(0) and runs.more("bfloat16", figure).within(0.1)
-        for figure in (OVERALL, "reward")
+    "With dithered ones it learns as in float32": lambda runs: (
+        all(
+            runs.more("bfloat16", figure).holds(0) and runs.more("bfloat16", figure).within(0.1)
+            for figure in (OVERALL, "reward")
+        )
+        and runs.more("bfloat16", "staleness")[1] < 0
     ),
     "So bfloat16 is worth its faster steps": lambda runs: (
         runs.of("bfloat16", "trained").above(runs.of("float32", "trained"))
@@ -411,7 +442,7 @@ BESIDE: Mapping[str, Claims] = {
         ),
     },
     "corrections": {
-        "Only `cap-1.2` and `recompute-passes-2` have an interval above 0, that of reward over the run": lambda runs: (
+        "Only `cap-1.2` and `recompute-passes-2` have Student's interval above 0": lambda runs: (
             {point for point in runs.others for figure in ("reward", OVERALL) if runs.more(point, figure)[0] > 0}
             == {"cap-1.2", SECOND_PASS}
             and all(runs.more(point, "reward").holds(0) for point in ("cap-1.2", SECOND_PASS))
@@ -423,6 +454,9 @@ BESIDE: Mapping[str, Claims] = {
         ),
     },
     "freshness": {
+        "Neither adaptive point would hold the first one.": lambda runs: all(
+            runs.more(point, "reward")[0] < -0.1 < runs.more("just_in_time-16", "reward")[0] for point in ADAPTIVE
+        ),
         "neither ten excludes a tenth alone": lambda runs: all(
             runs.only(ten).more("just_in_time-16", "reward")[0] < -0.1 for ten in (FIRST_TEN, SECOND_TEN)
         ),
@@ -474,6 +508,28 @@ def test_what_a_finding_claims_is_so(name: str, headline: str) -> None:
 def test_what_is_said_beside_the_tables_is_so(name: str, sentence: str) -> None:
     assert sentence in " ".join(_sections()[name].split())
     assert BESIDE[name][sentence](Runs(read_stored()[name]))
+
+
+def test_who_quotes_a_figure_of_some_of_the_runs_says_of_how_many() -> None:
+    counts = {4: "four", 5: "five"}
+    quoted = 0
+    for section in _sections().values():
+        sentences = [" ".join(each.split()) for each in re.split(r"\.\s", _FENCED.sub("", section))]
+        for point, row in re.findall(r"^([\w.-]+)  (.*)$", section, re.MULTILINE):
+            for figure, some, all_ in re.findall(r"(\S+)\((\d+)/(\d+)\)", row):
+                found = [each for each in sentences if f"`{point}` {figure}" in each]
+                said = f"{counts[int(some)]} of {counts[int(all_)]}"
+                assert [each for each in found if said not in each] == []
+                quoted += len(found)
+    assert quoted
+
+
+def test_where_generation_is_slower_tokens_stay_younger_than_the_bound() -> None:
+    assert "where generation is slower, tokens stay younger than the bound" in " ".join(EXPERIMENTS.split())
+    runs = Runs(read_stored()["reuse"])
+    for point in ("once", "once-16", "once-8", "once-4"):
+        assert runs.of(point, "idle learner")[0] > 0.5
+        assert runs.of(point, "staleness")[1] < 0.6 * _replay("reuse", point).max_staleness
 
 
 @pytest.mark.parametrize("name", CLAIMS)

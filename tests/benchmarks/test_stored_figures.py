@@ -60,12 +60,8 @@ def test_tickets_just_in_time_hold_their_bars() -> None:
 
 def test_the_readme_has_the_small_steps_in_bfloat16() -> None:
     runs = {point["name"]: point["runs"] for point in KEPT["dither"]["points"]}
-
-    def mean(name: str, figure: str) -> str:
-        return to_float32(runs, name, figure).partition(" ")[0]
-
-    seconds, tokens = (mean("bfloat16", f"{what} to target") for what in ("seconds", "tokens"))
-    copied = mean("bfloat16-copied", "tokens to target")
+    seconds, tokens = (to_float32(runs, "bfloat16", f"{what} to target") for what in ("seconds", "tokens"))
+    copied = to_float32(runs, "bfloat16-copied", "tokens to target")
     assert f"| {seconds} of float32's seconds to a reward | {tokens} of its tokens; {copied} undithered |" in README
 
 
