@@ -73,19 +73,23 @@ class ParcelServer:
         address = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
         self.public_key = ""  # Z85 text, for the clients; empty: not encrypted
         self.sent = 0  # bytes of all pieces
-        self._context = listening_context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        configure(self._socket, stream)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
         secured = None
         if needs_curve(stream, address):
             public, secret = zmq.curve_keypair()
             secured = ServiceKeys(secret, client_keys(keys).public)
             self.public_key = public.decode()
+        self._context = listening_context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        configure(self._socket, stream)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._socket.setsockopt(zmq.MAXMSGSIZE, QUESTION)
         self._socket.setsockopt(zmq.RCVHWM, SERVICE_UNREAD)
         self._door = Door(self._context, self._socket, QUESTION * QUESTIONS, stream.unread, secured)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     @property
     def address(self) -> str:
@@ -140,23 +144,28 @@ class ParcelClient:
     """
 
     def __init__(self, address: str, server_key: str, stream: StreamConfig, keys: Path | None) -> None:
-        """`server_key`: the server's public key; empty: not encrypted. Raises KeysUnusable."""
+        """`server_key`: the server's public key; empty: not encrypted. Raises KeysUnusable, zmq.ZMQError."""
+        mine = client_keys(keys) if server_key else None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, stream)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
-        if server_key:
-            mine = client_keys(keys)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, mine.secret)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-        self._socket.connect(address)
+        try:
+            if mine is not None:
+                self._socket.setsockopt(zmq.CURVE_SECRETKEY, mine.secret)
+                self._socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
+                self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     async def fetch(self, order: int, name: str, into: np.ndarray | None = None) -> np.ndarray:
         """A whole parcel, uint8 [total], in `into` where that is given. Waits as long as it takes.
 
-        Raises ParcelRefused where the server does not have it, or it is not as large as `into`.
+        Raises ParcelRefused where the server does not have it, where it is not as large as `into`, and for an answer
+        that is no piece of it.
         """
         await self._ask(order, name, 0)
         asked, missing = {0}, 1  # offsets, and bytes that are not here; both known after the first piece
@@ -173,6 +182,9 @@ class ParcelClient:
                 target = _target(piece, target)
                 missing = piece.total
             assert target is not None
+            if (piece.total, len(content)) != (len(target), min(PIECE, len(target) - piece.offset)):
+                found = f"{len(content)} bytes at {piece.offset} of {piece.total}"
+                raise ParcelRefused(f"{found} of {name} are no piece of {len(target)} bytes")
             target[piece.offset : piece.offset + len(content)] = np.frombuffer(content, np.uint8)
             missing -= len(content)
             while upcoming < piece.total and len(asked) < WINDOW:
@@ -194,8 +206,13 @@ class ParcelClient:
         await self._socket.send(_ENCODER.encode(Ask(order, name, offset)))
 
     async def _receive(self) -> tuple[Piece, memoryview]:
-        header, content = await self._socket.recv_multipart(copy=False)
-        return _PIECE.decode(header.buffer), content.buffer
+        frames = await self._socket.recv_multipart(copy=False)
+        if len(frames) != 2:
+            raise ParcelRefused(f"an answer of {len(frames)} frames; allowed: 2")
+        try:
+            return parse(_PIECE, frames[0].buffer, "piece"), frames[1].buffer
+        except MalformedMessage as error:
+            raise ParcelRefused(str(error)) from error
 
 
 def _target(piece: Piece, given: np.ndarray | None) -> np.ndarray:

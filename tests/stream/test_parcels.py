@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
 from streamrl.config.replay import StreamConfig
 from streamrl.stream import parcels
-from streamrl.stream.parcels import ParcelClient, ParcelRefused, ParcelServer
+from streamrl.stream.keys import KeysUnusable
+from streamrl.stream.parcels import ParcelClient, ParcelRefused, ParcelServer, Piece
 
 ORDER = 7
 
@@ -92,6 +95,54 @@ def test_a_fetch_that_was_given_up_does_not_disturb_the_next(server):
         assert (await client.fetch(ORDER, "b")).tobytes() == content["b"]
 
     serve(server, content, ask)
+
+
+HEAD = msgspec.msgpack.encode(Piece(ORDER, "a", 0, 1500))
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ([b"hello"], "an answer of 1 frames; allowed: 2"),
+        ([b"\xc1", b""], "piece: "),
+        ([HEAD, bytes(1001)], "1001 bytes at 0 of 1500 of a are no piece of 1500 bytes"),
+        ([HEAD, b""], "0 bytes at 0 of 1500 of a"),
+        ([msgspec.msgpack.encode(Piece(ORDER, "a", 0, -7)), b""], "a of order 7 is not to be had"),
+    ],
+)
+def test_an_answer_that_is_no_piece_is_refused(answer, told, monkeypatch):
+    monkeypatch.setattr(parcels, "PIECE", 1000)
+
+    async def ask(address: str) -> None:
+        client = ParcelClient(address, "", StreamConfig(curve="off"), None)
+        try:
+            async with asyncio.timeout(60):
+                await client.fetch(ORDER, "a")
+        finally:
+            client.close()
+
+    def reply() -> None:
+        peer, _ = other.recv_multipart()
+        other.send_multipart([peer, *answer])
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        other.setsockopt(zmq.RCVTIMEO, 60_000)
+        thread = threading.Thread(target=reply)
+        thread.start()
+        with pytest.raises(ParcelRefused, match=re.escape(told)):
+            asyncio.run(ask(f"tcp://127.0.0.1:{port}"))
+        thread.join()
+
+
+def test_ends_without_usable_keys_leave_no_socket_open(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(zmq.Context, "socket", lambda *_: made.append(True))
+    with pytest.raises(KeysUnusable):
+        ParcelServer("127.0.0.1", StreamConfig(), tmp_path)
+    with pytest.raises(KeysUnusable):
+        ParcelClient("tcp://127.0.0.1:1", "k" * 40, StreamConfig(), tmp_path)
+    assert not made
 
 
 def test_words_of_strangers_are_passed_over(server):
