@@ -47,7 +47,7 @@ OTHER_MEANINGS = {
     "streamrl/run_folder.py": {"python"},  # a version
     "streamrl/tasks/anthropic_protocol.py": {"delta"},  # a key of Anthropic's protocol
     "streamrl/tasks/conversation.py": {"tools"},  # an argument of `Inference`
-    "streamrl/tasks/host_pool.py": {"tools"},  # the same
+    "streamrl/tasks/host_handle.py": {"tools"},  # the same
     "streamrl/tasks/openai_protocol.py": {"token"},  # a key of OpenAI's protocol
     "streamrl/tasks/python_tool.py": {"memory"},  # a limit of the sandbox
     "streamrl/tasks/questions.py": {"memory", "math", "countdown"},  # a limit of the sandbox; judges

@@ -1,4 +1,4 @@
-"""A process that hosts a user's task: `python -m streamrl.tasks.host_process PARENT MARK`, started by `host_pool`.
+"""A process that hosts a user's task: `python -m streamrl.tasks.host_process PARENT MARK`, started by `host_handle`.
 
     reader thread ── Call ──▶ event loop: the user's code ── Done, Raised ──▶ worker
         └── Reply ──▶ the caller of the policy (`WorkerPolicy`)
