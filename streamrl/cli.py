@@ -132,7 +132,8 @@ def _add_audit(subparsers: argparse._SubParsersAction) -> None:
     audit.add_argument(
         "--tolerance",
         type=flags.limit,
-        help="largest log-prob difference of a token (default: 1e-4 in float32, 3 times its own rounding in bfloat16)",
+        help="largest log-prob difference of a token, in nats (default: 1e-4 in float32, 3 times its own rounding in "
+        "bfloat16); the limits of the 99th percentile and of the mean stay",
     )
 
 

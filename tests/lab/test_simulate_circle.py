@@ -349,13 +349,53 @@ def test_a_wrong_fleet_file_is_refused_with_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("- a\n", "no mapping; allowed: gpus, shares, server, learner, answers, publish, config"),
+        ("", "no mapping; allowed: gpus"),
+        (FLEET.replace("step: 0.02, ", ""), "server.step: is missing; allowed: seconds of a decoding step"),
+        (FLEET.replace("publish: {pause: 0.5}\n", ""), "publish: is missing; allowed: publishing"),
+        (FLEET.replace("step: 0.02", "step: 0.02, stop: 1"), "server.stop: unknown key; allowed: gpus, step, sample"),
+        (FLEET.replace("step: 0.02", "step: fast"), "server.step: fast: Input should be a valid number"),
+        (FLEET.replace("gpus: [16, 64]", "gpus: [16, none]"), "gpus.1: none: Input should be a valid integer"),
+    ],
+)
+def test_what_is_wrong_with_a_fleet_file_is_one_line(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read_fleet(tmp_path / "fleet.yaml")
+    (told,) = refused.value.lines
+    assert line in told
+
+
+def test_a_fleet_file_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--fleet: \S+/nope.yaml: No such file or directory; allowed: a YAML file"):
+        read_fleet(tmp_path / "nope.yaml")
+
+
+def test_the_longest_answer_of_a_fleet_is_that_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    with pytest.raises(ConfigError, match=r"generate.sampling.max_new_tokens: answers.longest of the file says it"):
+        plan(read_fleet(tmp_path / "fleet.yaml"), ["generate.sampling.max_new_tokens=300"])
+
+
+def test_answers_of_any_spread_are_cut_at_the_longest(tmp_path: Path) -> None:
+    text = FLEET.replace("median: 300, sigma: 0.8", "median: 1.0e+307, sigma: 10").replace(
+        "gpus: [16, 64]", "gpus: [16]"
+    )
+    (tmp_path / "fleet.yaml").write_text(text.replace("shares: [0.25, 0.5]", "shares: [0.5]"))
+    (row,) = plan(read_fleet(tmp_path / "fleet.yaml"))
+    assert row.figures.trained > 0
+
+
+@pytest.mark.parametrize(
     ("part", "wrong", "told"),
     [
         ("gpus: [16, 64]", "gpus: []", "gpus: "),
         ("shares: [0.25, 0.5]", "shares: [0.5, -0.5]", r"shares\.1: "),
         ("sigma: 0.8", "sigma: 1000", r"answers\.sigma: "),
         ("gpus: [16, 64]", "gpus: [16]\ngpus: [64]", "occurs twice"),
-        ("gpus: [16, 64]", "gpus: [\xff]", "can't decode"),
+        ("gpus: [16, 64]", "gpus: [\xff]", "not text"),
     ],
 )
 def test_a_fleet_file_that_says_nothing_or_no_text_is_refused_before_the_first_simulation(part, wrong, told, tmp_path):

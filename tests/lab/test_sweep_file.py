@@ -158,6 +158,12 @@ def test_what_the_sweep_gives_to_each_run_is_refused_on_the_command_line_too(mak
     )
 
 
+@pytest.mark.parametrize("part", [[], ["--print-jobs"], ["--results"]])
+def test_epochs_in_place_of_steps_are_refused_whatever_is_asked_of_the_sweep(make_sweep, capsys, part):
+    assert cli.main(["sweep", str(make_sweep()), *part, "run.epochs=2", "run.steps=null"]) == 2
+    assert "point base: run.epochs: 2 in a sweep; allowed: run.steps" in capsys.readouterr().err
+
+
 def test_the_printed_jobs_are_commands_that_give_the_same_configurations(make_sweep, capsys):
     file = make_sweep(grid={"replay.max_staleness": [0, 2]}, seeds=[1, 2])
     assert cli.main(["sweep", str(file), "--print-jobs"]) == 0

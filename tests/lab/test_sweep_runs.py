@@ -15,6 +15,7 @@ import pytest
 from streamrl import cli, model_dtype, run_folder
 from streamrl.api import launching
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.sweep import command, plots, runner
 from streamrl.lab.sweep.plan import read
@@ -283,3 +284,23 @@ def test_runs_share_servers_exactly_where_the_servers_would_be_started_alike():
     assert kind() != kind(learner={"freeze_vision": True})  # they keep the features of images
     assert kind(generate={"attach": ["http://127.0.0.1:1"]}) is None
     assert kind(learner={"lora": {"rank": 4, "publish": "adapter"}}) is None
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"run": {"placement": "shared"}},
+        {"model": {"dtype": "bfloat16"}, "generate": {"quantization": "fp8"}},
+        {"generate": {"speculation": {"algorithm": "ngram"}}},
+        {"generate": {"server_nodes": 2, "tensor_parallel": 2}},
+        {"generate": {"pools": [{"name": "a"}, {"name": "b"}]}},
+    ],
+)
+def test_a_run_starts_its_own_servers_where_it_could_not_be_given_any(tree):
+    config = Config.model_validate(tree)
+    assert server_kind(config) is None
+    if not config.generate.pools:
+        tree = config_file.as_tree(config)
+        tree["generate"]["attach"] = ["http://127.0.0.1:1"]
+        with pytest.raises(ConfigError, match="attach"):  # what each role of the run would say
+            config_file.checked(tree)

@@ -22,7 +22,7 @@ from streamrl.lab.tune.speeds import LearnerSpeeds
 from streamrl.lab.tune.tuned import Limits, Runs, Source, Tuned, tuned
 from streamrl.places import run_that_wrote
 from tests.lab.test_simulate_run import config, record, truth
-from tests.lab.test_tune import figure
+from tests.lab.test_tune import figure, space
 
 
 def tuning(*_: object) -> Tuned:
@@ -139,6 +139,18 @@ def test_a_finished_run_is_judged_by_its_last_answers(tmp_path: Path, monkeypatc
         rng = random.Random(1)
         drawn = {model.answers.draw(rng, step, 1, 10**6).lengths[0] for step in range(40) for _ in range(200)}
         assert drawn == set(range(600, 900))
+
+
+@pytest.mark.parametrize(("workers", "says"), [(1, False), (4, True)])
+def test_workers_beyond_those_of_the_calibration_are_an_assumption(workers: int, says: bool, tmp_path: Path) -> None:
+    """Runs for calibration have one, also where the configuration attaches servers, whose split stays as it is."""
+    run = record(config(tmp_path, "calibration", groups_per_step=4), truth())
+    attached = "generate.attach=[" + ", ".join(f"http://127.0.0.1:{4000 + place}" for place in range(workers)) + "]"
+    wanted = space(f"generate.workers={workers}", attached)
+    assert {split[0] for split in wanted.splits} == {workers}
+    speeds = LearnerSpeeds(truth().learner, own=(1, 100), measured={}, doubling=0.9)
+    notes = tuned_module._notes(wanted, speeds, Measured([run]))
+    assert any(note.startswith("assumed: generate.workers: ") for note in notes) == says
 
 
 def test_of_a_short_run_all_answers_are_the_last() -> None:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.section import Section
+from streamrl.config.words import as_text
 from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.figures import WARM_UP, Figures, between, edge, figures
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
@@ -43,7 +45,10 @@ OF_THE_FILE = {
     "generate.pools": "shares",
     "generate.tensor_parallel": "server.gpus",
     "publish.at_once": "publish.at_once",
+    "generate.sampling.max_new_tokens": "answers.longest",
 }
+
+FARTHEST = 700.0  # from the median, of a logarithm: what it is one of is still a number
 
 
 class ServerFigures(Section):
@@ -138,13 +143,32 @@ class Planned:
 def read_fleet(path: Path) -> Fleet:
     """Read and check the file. Raises ConfigError with one line."""
     try:
-        return Fleet.model_validate(config_file.parse_yaml(path.read_text(), where=path) or {})
+        tree = config_file.parse_yaml(path.read_text(), where=path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--fleet: {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"--fleet: {path}: {reason}; allowed: a YAML file, as in docs/simulate.md") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--fleet: {path}: no mapping; allowed: {', '.join(Fleet.model_fields)}")
+    try:
+        return Fleet.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--fleet: {path}: {key}: {first['msg']}") from None
+        raise ConfigError(f"--fleet: {path}: {_complaint(error.errors()[0])}") from None
+
+
+def _complaint(error: ErrorDetails) -> str:
+    """What is wrong with one key, and what it is for."""
+    section: type[BaseModel] = Fleet
+    for part in error["loc"][:-1]:
+        inner = section.model_fields[str(part)].annotation if str(part) in section.model_fields else None
+        section = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else section
+    key = ".".join(map(str, error["loc"]))
+    field = section.model_fields.get(str(error["loc"][-1]))
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{key}: unknown key; allowed: {', '.join(section.model_fields)}"
+        case "missing" if field is not None:
+            return f"{key}: is missing; allowed: {field.description}"
+    return f"{key}: {as_text(error['input'])}: {error['msg']}" + (f" ({field.description})" if field else "")
 
 
 def plan(fleet: Fleet, overrides: Sequence[str] = ()) -> list[Planned]:
@@ -177,7 +201,7 @@ def _planned(fleet: Fleet, gpus: int, servers: int, overrides: Sequence[str]) ->
     generating = servers * fleet.server.gpus
     given = [override(key, value) for key, value in fleet.config.items()]
     longest = f"generate.sampling.max_new_tokens={fleet.answers.longest}"
-    words = [longest, *given, *overrides, f"generate.workers={servers}"]
+    words = [*given, *overrides, longest, f"generate.workers={servers}"]
     steps = enough_steps(config_file.load(None, words))  # unless one of the words says how many
     config = config_file.load(None, [f"run.steps={steps}", *words])
     return Planned(gpus, generating, servers, *steady(config, fleet_model(fleet, gpus - generating, config)))
@@ -208,8 +232,9 @@ def _answers(answers: AnswerFigures, group_size: int) -> Answers:
     rng = random.Random(0)
 
     def group() -> RecordedGroup:
-        drawn = (answers.median * math.exp(rng.gauss(0.0, answers.sigma)) for _ in range(group_size))
-        lengths = tuple(max(1, min(answers.longest, round(length))) for length in drawn)
+        logarithms = (min(rng.gauss(0.0, answers.sigma), FARTHEST) for _ in range(group_size))
+        drawn = (answers.median * math.exp(logarithm) for logarithm in logarithms)
+        lengths = tuple(max(1, round(min(answers.longest, length))) for length in drawn)
         right = tuple(rng.random() < 0.5 for _ in lengths)
         return RecordedGroup(0, lengths, tuple(map(float, right)), right)
 

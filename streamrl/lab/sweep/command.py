@@ -90,8 +90,6 @@ def _check(jobs: Sequence[Job], *, fresh: bool) -> None:
     """Every point, before the first one runs: seeds change nothing of what is checked. Raises ConfigError."""
     for job in {job.point.name: job for job in reversed(jobs)}.values():
         try:
-            if job.config.run.epochs is not None:
-                raise ConfigError(f"run.epochs: {job.config.run.epochs:g} in a sweep; allowed: run.steps")
             preflight.check_start(with_local_models(job.config), fresh=fresh)
         except ConfigError as error:
             raise ConfigError("\n".join(f"point {job.point.name}: {line}" for line in error.lines)) from None

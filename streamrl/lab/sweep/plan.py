@@ -106,7 +106,10 @@ class Sweep:
         settings = [override(key, value) for key, value in {**point.settings, **own}.items()]
         overrides = (*self.common, *settings)
         try:
-            return Job(point, seed, overrides, with_dtype(config_file.load(self.base, overrides), fresh=fresh))
+            config = config_file.load(self.base, overrides)
+            if config.run.epochs is not None:
+                raise ConfigError(f"run.epochs: {config.run.epochs:g} in a sweep; allowed: run.steps")
+            return Job(point, seed, overrides, with_dtype(config, fresh=fresh))
         except ConfigError as error:
             lines = (line.removeprefix(OVERRIDE) for line in error.lines)  # most are settings of the point
             raise ConfigError("\n".join(f"point {point.name}: {line}" for line in lines)) from None

@@ -11,6 +11,8 @@ import logging
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
 from streamrl.device_map import device_map
 from streamrl.engine.client import EngineClient
 from streamrl.engine.hardware import has_cuda, visible_gpus
@@ -78,13 +80,25 @@ def server_kind(config: Config) -> str | None:
     """What two runs must agree on to use the same servers; None where a run cannot share any.
 
     The seed is not part of it: which request a server answers first is a matter of time, so no seed repeats a run.
-    Servers of different pools, those given by `generate.attach`, and those that keep a run's adapters are not shared.
+    Servers of different pools, those given by `generate.attach`, those that keep a run's adapters, and those that the
+    rules of `generate.attach` refuse are not shared.
     """
-    if config.generate.pools or config.generate.attach or config.learner.lora.by_adapter:
+    if config.generate.pools or config.generate.attach or config.learner.lora.by_adapter or not _may_attach(config):
         return None
     arguments = {key: value for key, value in server_arguments(config, 0).items() if key != "random_seed"}
     of_process = [server_environment(config), config.generate.threads, server_count(config)]
     return json.dumps([arguments, *of_process], sort_keys=True, default=str)
+
+
+def _may_attach(config: Config) -> bool:
+    """Could the run be given its servers? As each role reads its configuration, and asks its rules."""
+    tree = config_file.as_tree(config)
+    tree["generate"]["attach"] = [f"http://127.0.0.1:{1 + index}" for index in range(server_count(config))]
+    try:
+        config_file.checked(tree)
+    except ConfigError:
+        return False
+    return True
 
 
 def server_count(config: Config) -> int:

@@ -134,7 +134,7 @@ class Calibration:
 
     def _words(self, name: str, more: Sequence[str]) -> list[str]:
         own = [f"run.folder={self.folder}", f"run.name={name}", f"run.steps={self.steps}", "run.epochs=null"]
-        return [*self.overrides, *SAME, "evaluate.every=0", *own, *more]
+        return [*self.overrides, *SAME, *own, *more]
 
     def _load(self, name: str, more: Sequence[str]) -> Config:
         return with_dtype(config_file.load(self.path, self._words(name, more)), fresh=True)

@@ -148,7 +148,7 @@ def tuned(source: Source, rule: Rule, limits: Limits, runs: Runs) -> Tuned:
         choice = choose(searched.front, rule)
     except ValueError as error:
         raise ConfigError(f"--mean-age: {error}") from None
-    return Tuned(space, model, speeds, configured, searched, choice, _notes(space, speeds, measured.left_out))
+    return Tuned(space, model, speeds, configured, searched, choice, _notes(space, speeds, measured))
 
 
 def simulated(space: Space, setting: Setting, model: Model, speeds: LearnerSpeeds, *, long: bool) -> Figures | None:
@@ -219,11 +219,12 @@ def _speeds(model: Model, measured: Measured, doubling: float, config: Config) -
     return LearnerSpeeds(model.learner, kind, known, doubling)
 
 
-def _notes(space: Space, speeds: LearnerSpeeds, left_out: Sequence[str]) -> list[str]:
+def _notes(space: Space, speeds: LearnerSpeeds, measured: Measured) -> list[str]:
     """What a reader must know: assumptions first, then what is no choice."""
-    left_out = [*space.left_out, *left_out]
+    left_out = [*space.left_out, *measured.left_out]
     assumed = []
-    if any(workers != space.config.generate.workers for workers, _ in space.splits):
+    calibrated = load_run(measured.folders[0]).generate.workers
+    if any(workers != calibrated for workers, _ in space.splits):
         assumed.append("generate.workers: every server is as fast as the calibrated one, on devices of its own")
     kinds = {(ranks, micro) for _, ranks in space.splits for micro in speeds.micro_batches}
     assumed += speeds.assumptions(kinds)
