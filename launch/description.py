@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -28,6 +28,9 @@ from streamrl.preflight.machine import check_served
 
 # Keys whose path may be relative: the description has the first, and nodes do not read the second.
 NOT_OF_A_NODE = ("run.folder", "model.shape")
+
+# Keys of the configuration that the description says.
+OWN = {"run.folder": "folder", "replay.address": "port"}
 
 RESOURCE = r"[a-z0-9.-]+/[A-Za-z0-9._-]+"  # a resource that a device plugin gives out
 
@@ -105,7 +108,9 @@ class Description(Section):
     folder: Path = Field(description="run.folder: absolute, on a file system that all nodes share")
     learner: Nodes = Field(default_factory=Nodes, description="nodes of the learner, the replay service on the first")
     generators: Nodes | None = Field(None, description="nodes of the generators; null: those of the learner")
-    hosts: tuple[str, ...] = Field((), description="names of the nodes in that order, where no scheduler knows them")
+    hosts: tuple[Annotated[str, Field(pattern=r"^[\w.-]+$")], ...] = Field(
+        (), description="names of the nodes in that order, where no scheduler knows them"
+    )
     python: str = Field("python", pattern=WORDS, description="the interpreter that has streamrl, on every node")
     port: int = Field(7100, ge=1, le=65535, description="of the replay service on its node")
     rendezvous_port: int = Field(29400, ge=1, le=65535, description="of torchrun on the learner's first node")
@@ -115,7 +120,7 @@ class Description(Section):
         default_factory=dict, description="variables of every process, such as NCCL_SOCKET_IFNAME; no secrets"
     )
     secrets: Path | None = Field(
-        None, description="file of NAME=VALUE lines with mode 600 on every node; Kubernetes: kubernetes.secret instead"
+        None, description="file of NAME=VALUE lines, mode 600, on every node; Kubernetes: kubernetes.secret instead"
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="Slurm")
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="Kubernetes")
@@ -134,6 +139,19 @@ class Description(Section):
     def _folder_needs_no_quotes(self) -> Description:
         if not re.fullmatch(WORDS, str(self.folder)):
             raise ValueError(f"folder: {str(self.folder)!r} {NO_WORD}")
+        return self
+
+    @model_validator(mode="after")
+    def _secrets_are_one_file(self) -> Description:
+        if self.secrets is not None and not self.secrets.is_absolute():
+            raise ValueError(f"secrets: {self.secrets} is another file on each node; allowed: an absolute path")
+        return self
+
+    @model_validator(mode="after")
+    def _own_keys_are_not_overridden(self) -> Description:
+        for word in self.override:
+            if (key := word.partition("=")[0].strip()) in OWN:
+                raise ValueError(f"override: {key} is said by `{OWN[key]}` of the description; allowed: {OWN[key]}")
         return self
 
     @model_validator(mode="after")
@@ -167,8 +185,10 @@ def _one_line(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":
         return ".".join(filter(None, [key, str(first["ctx"]["error"])]))
-    allowed = f"; allowed: {', '.join(Description.model_fields)}" if len(first["loc"]) <= 1 else ""
-    return f"{key or 'it'}: {first['msg'].lower()} (given {first['input']!r:.80}){allowed}"
+    unknown = first["type"] in ("missing", "extra_forbidden") and len(first["loc"]) == 1
+    allowed = f"; allowed: {', '.join(Description.model_fields)}" if unknown or not key else ""
+    said = first["msg"][:1].lower() + first["msg"][1:]
+    return f"{key or 'it'}: {said} (given {first['input']!r:.80}){allowed}"
 
 
 def _check(description: Description, config: Config) -> None:

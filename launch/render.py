@@ -209,10 +209,12 @@ class Launch:
         if self.form == "kubernetes" or description.nodes > 1:
             replay = replay.model_copy(update={"address": f"tcp://0.0.0.0:{description.port}"})
         if self.form == "kubernetes":
+            if replay.host is not None:
+                raise ConfigError(f"replay.host: {replay.host}, and pods have names of their own; allowed: null")
             replay = replay.model_copy(update={"host": self._host("replay")})
             if description.kubernetes.keys:
                 stream = stream.model_copy(update={"keys": Path(KEYS)})
-        elif self.form == "hosts" and description.nodes > 1 and description.hosts:
+        elif self.form == "hosts" and description.nodes > 1 and description.hosts and replay.host is None:
             replay = replay.model_copy(update={"host": description.hosts[0]})
         model = config.model.model_copy(update={"shape": None})  # of plans, and relative to the folder of this command
         changed = config.model_copy(update={"run": run, "model": model, "replay": replay, "stream": stream})

@@ -118,7 +118,7 @@ def evaluate(options: argparse.Namespace) -> int:
         config = load_run(run_folder_of(options.run_folder), options.override)
     from streamrl.lab import evaluation
 
-    return evaluation.main(with_local_model(config), options.run_folder, options.version, options.model, options.output)
+    return evaluation.main(config, options.run_folder, options.version, options.model, options.output)
 
 
 def audit(options: argparse.Namespace) -> int:

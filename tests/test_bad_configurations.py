@@ -290,6 +290,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("eval", "eval takes either CONFIG"),
     ("eval config.yaml --version 3.0", "--version: names the weights of a run"),
     ("eval config.yaml --output there", "--output: there exists; allowed: a new folder"),
+    ("eval config.yaml model.path=nowhere", "nowhere is no model; allowed: a Hugging Face folder"),
+    ("eval config.yaml model.path=nowhere --model there", "--model: there is no model; allowed: a Hugging Face folder"),
     ("eval --run-folder run --version 3", "run: no version was kept (publish.keep_every), nor a trained model written"),
     ("audit nowhere", "nowhere: no run folder"),
     ("audit run --tolerance -1", "-1 is not allowed; allowed: a number from 0 on"),

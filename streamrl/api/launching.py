@@ -15,6 +15,7 @@ from streamrl import preflight, run_folder
 from streamrl.api.inputs import FOLDER, Inputs
 from streamrl.config import Config, senseless
 from streamrl.model_dtype import with_dtype
+from streamrl.observe.prometheus import check_address
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.preflight.epochs import with_steps
@@ -35,6 +36,7 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
     config = with_steps(config, left_out)
     claim = run_folder.lock(config)
     try:
+        check_address(config)
         if inputs is not None and not fresh:
             inputs.check(config.run_folder / FOLDER)
         folder = run_folder.make(config, fresh=fresh, left_out_prompts=left_out)

@@ -14,6 +14,7 @@ from streamrl.api.following import Callbacks, Row
 from streamrl.api.inputs import FOLDER, Data, Inputs
 from streamrl.api.run import Run
 from streamrl.choices import TASKS
+from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.refused import Refusals
@@ -85,9 +86,9 @@ def train(
     Example:
         run = streamrl.train("models/tiny", [{"prompt": "ab="}, {"prompt": "ba="}], lambda completions, **_: [...])
     """
-    path = Path(config) if isinstance(config, str | Path) else None
-    base = [_override(key, value) for key, value in config.items()] if isinstance(config, Mapping) else []
+    path, base = _base(config)
     given = _overrides({"model": model, **keys})
+    _refuse_callbacks(on_step=on_step, on_checkpoint=on_checkpoint, on_evaluation=on_evaluation)
     _refuse_unused(
         dataset=dataset, reward=reward, reward_weights=reward_weights, tools=tools or None, environment=environment,
         eval_dataset=eval_dataset,
@@ -96,9 +97,38 @@ def train(
     if dataset is not None or reward is not None or tools or environment is not None:
         inputs = Inputs(absolute(config_file.load(path, [*base, *given])).run_folder / FOLDER)
         asked = Asked(_rewards(reward, reward_weights), tools, environment)
+        if keys.get("max_turns") is not None and not tools and environment is None and not _is_built_in(dataset):
+            raise ConfigError("max_turns: an answer is one turn here; allowed: beside tools or environment")
         base += _task(inputs, dataset, eval_dataset, asked)
     run = Run(config_file.load(path, [*base, *given]), inputs, Callbacks(on_step, on_checkpoint, on_evaluation))
     return run.start(fresh=fresh)
+
+
+def _base(config: Any) -> tuple[Path | None, list[str]]:
+    """The file, or the keys, that a call builds on. Raises ConfigError for what is neither."""
+    if config is None:
+        return None, []
+    if isinstance(config, str | Path):
+        return Path(config), []
+    if isinstance(config, Config):
+        config = config_file.as_tree(config)
+    if not isinstance(config, Mapping):
+        kind = type(config).__name__
+        raise ConfigError(f"config: a value of type {kind} is not allowed; allowed: a YAML file, a mapping of sections")
+    return None, [_override(key, value) for key, value in config.items()]
+
+
+def _refuse_callbacks(**given: Any) -> None:
+    """Refuse what cannot be called. Raises ConfigError, with a line for each."""
+    refusals = Refusals()
+    refusals.add(
+        *(
+            f"{name}: {value!r} is not allowed; allowed: a function"
+            for name, value in given.items()
+            if value is not None and not callable(value)
+        )
+    )
+    refusals.tell()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +220,28 @@ def _rewards(reward: Reward | Sequence[Reward] | None, weights: Sequence[float] 
 
 
 def _overrides(keys: Mapping[str, Any]) -> list[str]:
-    """As on the command line: `key=value`. Raises ConfigError for what is neither an argument nor a key."""
+    """As on the command line: `key=value`.
+
+    Raises ConfigError, with a line for each that is neither an argument nor a key, or the same key as another one.
+    """
     known = inspect.signature(train).parameters
-    found = []
+    found: dict[str, str] = {}
+    names: dict[str, str] = {}
+    refusals = Refusals()
     for name, value in keys.items():
         key = KEYS.get(name) or name.replace("__", ".")
         if value is None and (name in KEYS or "." not in key):
             continue  # not given
         if "." not in key and not isinstance(value, Mapping):
             allowed = ", ".join([*(each for each in known if each != "keys"), *KEYS])
-            raise ConfigError(f"{name}: unknown argument; allowed: {allowed}, and keys such as learner__optimizer__lr")
-        found.append(_override(key, value))
-    return found
+            refusals.add(f"{name}: unknown argument; allowed: {allowed}, and keys such as learner__optimizer__lr")
+        elif key in found:
+            refusals.add(f"{name}: the same key as {names[key]}; allowed: one of them")
+        else:
+            with refusals:
+                found[key], names[key] = _override(key, value), name
+    refusals.tell()
+    return list(found.values())
 
 
 def _override(key: str, value: Any) -> str:

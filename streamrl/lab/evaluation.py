@@ -32,6 +32,7 @@ from streamrl.evaluate.results import Evaluation, Question
 from streamrl.generate.engines import make_engine
 from streamrl.generate.engines.base import Engine
 from streamrl.generate.frozen import VERSION
+from streamrl.hub.model import with_local_model
 from streamrl.hub.repository import label
 from streamrl.lab.output import check_new_folder
 from streamrl.observe.bars import Bar
@@ -65,6 +66,8 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     if output is not None and output.exists():
         raise ConfigError(f"--output: {output} exists; allowed: a new folder")
     check_new_folder("--output", output)
+    if model is None or is_adapter(model):  # else the configuration's own is not loaded
+        config = with_local_model(config)
     engine = make_engine(config.evaluate.engine, config.evaluate.engine_options)
     weights, served = evaluated(engine, config, run_folder, version, model)
     if engine.trains:
@@ -118,6 +121,11 @@ def evaluated(
 def choose_weights(config: Config, run_folder: Path | None, version: str | None, model: Path | None) -> Weights:
     """The weights that the options name. Raises ConfigError where there are none."""
     if model is not None:
+        if not is_adapter(model) and not (model / "config.json").exists():
+            raise ConfigError(
+                f"--model: {model} is no model; allowed: a Hugging Face folder (config.json, safetensors, tokenizer), "
+                "with whole weights or adapters"
+            )
         return Weights(model, model.resolve().name)
     if run_folder is None:
         return Weights(config.model.path, label(config.model.path.resolve()), step=0)

@@ -8,6 +8,7 @@ Names are those of `metrics.jsonl` with `streamrl_` before them and `_` for what
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,11 +80,8 @@ class Exporter:
         registry.register(_Collector(Live(run_folder, clock=RunClock.of(run_folder))))
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(
-                f"observe.prometheus_port: {host}:{port} cannot be used ({reason}); allowed: a free port"
-            ) from error
+        except (OSError, UnicodeError) as error:
+            raise _unusable(host, port, error) from error
         self.port = int(self._server.server_port)
 
     @classmethod
@@ -97,6 +95,24 @@ class Exporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def check_address(config: Config) -> None:
+    """Could the endpoint that `observe` asks for be served here? Raises ConfigError."""
+    host, port = config.observe.prometheus_host, config.observe.prometheus_port
+    if not port:
+        return
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        socket.create_server(address[:2], family=family).close()
+    except (OSError, UnicodeError) as error:
+        raise _unusable(host, port, error) from error
+
+
+def _unusable(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
+    """`error`: a UnicodeError where the host is no name at all."""
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"observe.prometheus_port: {host}:{port} cannot be used ({reason}); allowed: a free port")
 
 
 class _Collector(Collector):

@@ -196,6 +196,40 @@ def test_what_is_no_reward_data_or_key_is_refused_in_one_line(refused):
     assert refused(reward="rewards.py:exact").startswith("reward: 'rewards.py:exact' is not allowed; allowed: ")
 
 
+@pytest.mark.parametrize("config", [5, ["run.steps=7"], b"base.yaml"])
+def test_a_configuration_that_is_neither_file_nor_mapping_is_refused(refused, config):
+    line = refused(config=config)
+    assert line.startswith(f"config: a value of type {type(config).__name__} is not allowed; allowed: a YAML file, a ")
+
+
+def test_the_configuration_of_a_run_is_one_for_the_next(configured):
+    first = configured("tiny", "copy", steps=9, seed=4, task__args={"length": 2})
+    again = configured(config=first.config, name="again")
+    assert config_file.changed(first.config, again.config) == ["run.name"]
+
+
+def test_whatever_is_no_argument_is_told_at_once(configured):
+    with pytest.raises(ConfigError) as error:
+        configured("tiny", ROWS, exact, stepz=1, lerning_rate=3, run__steps=4, steps=3)
+    stepz, rate, twice = str(error.value).splitlines()
+    assert stepz.startswith("stepz: unknown argument")
+    assert rate.startswith("lerning_rate: unknown argument")
+    assert twice == "steps: the same key as run__steps; allowed: one of them"
+
+
+def test_turns_of_an_answer_that_has_one_are_refused(refused):
+    assert refused(max_turns=3) == "max_turns: an answer is one turn here; allowed: beside tools or environment"
+
+
+def test_callbacks_that_cannot_be_called_are_refused_before_anything_starts(configured):
+    with pytest.raises(ConfigError) as error:
+        configured("tiny", ROWS, exact, on_step="print", on_checkpoint=print, on_evaluation=[print])
+    assert str(error.value).splitlines() == [
+        "on_step: 'print' is not allowed; allowed: a function",
+        "on_evaluation: [<built-in function print>] is not allowed; allowed: a function",
+    ]
+
+
 @pytest.mark.parametrize("weights", [1.0, ["many"], [[1]]])
 def test_weights_that_are_no_numbers_are_refused(refused, weights):
     assert refused(reward_weights=weights).startswith("reward_weights: ")

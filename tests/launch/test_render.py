@@ -415,7 +415,56 @@ def test_a_shape_for_plans_is_not_told_to_the_nodes_which_may_start_in_other_fol
     assert "shape: null" in made.files()["config.yaml"]
 
 
-@pytest.mark.parametrize("first", ["localhost", "127.0.0.1", "no name"])
+@pytest.mark.parametrize("odd", ["no name", "fd00::1", "a\nrm", ""])
+def test_a_host_that_is_no_name_is_refused_in_one_line(describe, capsys, odd):
+    nodes = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 1, "gpus": 0}}
+    assert render.main(["hosts", str(describe(**nodes, hosts=["a", odd])), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "hosts.1: string should match pattern '^[\\w.-]+$'" in line
+
+
+def test_a_name_of_the_first_host_that_is_given_stays(launch):
+    made = launch("hosts", 2, override=["replay.host=ib-first"], hosts=["a", "b"])
+    assert made.config.replay.host == "ib-first"
+    with pytest.raises(ConfigError, match=r"^replay.host: ib-first, and pods have names of their own; allowed: null"):
+        launch("kubernetes", 2, override=["replay.host=ib-first"])
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"override": ["replay.address=tcp://10.1.2.3:7555"]}, "override: replay.address is said by `port` of the"),
+        ({"override": ["run.folder=/elsewhere"]}, "override: run.folder is said by `folder` of the description"),
+        ({"secrets": "mine.env"}, "secrets: mine.env is another file on each node; allowed: an absolute path"),
+        ({"learner": {"memory": "500G"}}, "learner.memory: string should match pattern '^\\d+(Mi|Gi)$' (given '500G')"),
+        ({"override": "a=b"}, "override: input should be a valid tuple (given 'a=b')"),
+    ],
+)
+def test_what_a_description_may_not_say_is_told_in_one_line(describe, capsys, given, line):
+    assert render.main(["hosts", str(describe(**given)), "--dry-run"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
+
+
+def test_values_of_secrets_are_taken_as_they_are(launch, tmp_path):
+    secrets = tmp_path / "secrets"
+    text = _local(launch, tmp_path, "hosts", secrets=str(secrets)).files()["start.sh"]
+    (part,) = re.findall(r"^while IFS= .*?^done < \S+$", text, re.MULTILINE | re.DOTALL)
+
+    def read(content: str) -> subprocess.CompletedProcess[str]:
+        secrets.write_text(content)
+        command = ["bash", "-euo", "pipefail", "-c", part + '\nprintf "%s|" "$A" "$B_2"']
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=tmp_path)
+
+    done = read('# mine\n\nA=x y $1 `touch f`;touch f\nB_2="q"')
+    assert done.stdout == 'x y $1 `touch f`;touch f|"q"|'
+    assert not (tmp_path / "f").exists()
+    refused = read("A=1\nexport B=2\n")
+    assert refused.returncode == 2
+    assert refused.stderr == f"{secrets}: a line that is no NAME=VALUE; allowed: those, empty ones, and comments (#)\n"
+
+
+@pytest.mark.parametrize("first", ["localhost", "127.0.0.1"])
 def test_a_first_host_that_the_others_do_not_reach_is_refused_in_one_line(describe, capsys, first):
     nodes = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 1, "gpus": 0}}
     assert render.main(["hosts", str(describe(**nodes, hosts=[first, "b"])), "--dry-run"]) == 2

@@ -17,7 +17,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.observe.events import now
 from streamrl.observe.metrics import METRICS
-from streamrl.observe.prometheus import Exporter, families, prometheus_name
+from streamrl.observe.prometheus import Exporter, check_address, families, prometheus_name
 
 DASHBOARD = Path(__file__).parents[2] / "launch" / "grafana.json"
 # Functions and words of PromQL; whatever else a query names is a metric or a label.
@@ -106,6 +106,18 @@ def test_the_endpoint_is_off_by_default_on_loopback_where_it_is_on_and_refused_w
         config = Config.model_validate({"observe": {"prometheus_port": port}})
         with pytest.raises(ConfigError, match=rf"observe.prometheus_port: 127.0.0.1:{port} cannot be used .*in use"):
             Exporter.of(config, tmp_path)
+        with pytest.raises(ConfigError, match="in use"):
+            check_address(config)
+    check_address(config)
+    check_address(Config())
+
+
+@pytest.mark.parametrize("host", ["a..b", "n" * 70, "nowhere.invalid"])
+def test_a_host_that_is_no_name_is_refused_in_one_line(host, tmp_path):
+    config = Config.model_validate({"observe": {"prometheus_port": 9464, "prometheus_host": host}})
+    for asked in (lambda: check_address(config), lambda: Exporter.of(config, tmp_path)):
+        with pytest.raises(ConfigError, match=rf"^observe.prometheus_port: {host}:9464 cannot be used \(.*\); allowed"):
+            asked()
 
 
 def test_no_two_metrics_have_the_same_name_for_prometheus():
