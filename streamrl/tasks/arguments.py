@@ -50,6 +50,15 @@ class OnDisk:
 DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
+# Arguments of data sets of the hub, which a file has no use for.
+OF_THE_HUB = ("revision", "subset", "split", "test_split")
+
+
+def is_data_file(path: str) -> bool:
+    """Whether `path` is a file, or several, and no data set with splits of its own."""
+    return Path(path).suffix in DATA_FORMATS
+
+
 class TaskArguments(BaseModel):
     """What every task takes; a task adds its own fields."""
 

@@ -14,6 +14,7 @@ import re
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -66,6 +67,17 @@ def text_of(error: BaseException) -> str:
     except BaseException as raised:
         text = f"its text cannot be made ({type(raised).__name__})"
     return text.encode(errors="replace").decode()
+
+
+def exceptions_of(named: Any, whose: str) -> tuple[type[Exception], ...]:
+    """What `infrastructure` names: a class of exceptions, or several. Raises ValueError for anything else."""
+    kinds = tuple(named) if isinstance(named, list | tuple | set | frozenset) else (named,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise ValueError(
+                f"{whose}.infrastructure: {kind!r} is no class of exceptions; allowed: a tuple of such classes"
+            )
+    return kinds
 
 
 def is_masked(error: BaseException, infrastructure: tuple[type[Exception], ...]) -> bool:

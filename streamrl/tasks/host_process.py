@@ -50,6 +50,7 @@ from streamrl.tasks.failures import (
     ScorerLost,
     ScorerUnready,
     describe,
+    exceptions_of,
     is_masked,
     text_of,
 )
@@ -199,7 +200,9 @@ class Host:
         self._timeout, self._limit = task.timeout, task.limit
         self._function = _function(task.function) if task.function else None
         self._environment = _environment(task)
-        self._infrastructure = INFRASTRUCTURE if self._environment is None else self._environment.infrastructure
+        self._infrastructure = INFRASTRUCTURE
+        if (own := self._environment) is not None:
+            self._infrastructure = exceptions_of(own.infrastructure, f"task.name: {type(own).__name__}")
         self._prompt = functools.lru_cache(PROMPTS)(self._environment.prompt) if self._environment else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.requests = itertools.count(1)  # their numbers

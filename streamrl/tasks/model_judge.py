@@ -72,6 +72,11 @@ class JudgeArguments(TaskArguments):
             ) from None
         if groups != 1:
             raise ValueError(f"verdict: {self.verdict!r} has {groups} groups; allowed: one")
+        for verdict in self.scores or ():
+            if verdict != verdict.lower():
+                raise ValueError(
+                    f"scores: {verdict!r} is compared in lower case and never found; allowed: {verdict.lower()!r}"
+                )
         return self
 
 

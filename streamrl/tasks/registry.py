@@ -8,7 +8,15 @@ from pydantic import BaseModel, ValidationError
 
 from streamrl.choices import TASKS
 from streamrl.config.task import TaskConfig, TaskShare
-from streamrl.tasks.arguments import OnDisk, Place, TaskArguments, parse_arguments, placed
+from streamrl.tasks.arguments import (
+    OF_THE_HUB,
+    OnDisk,
+    Place,
+    TaskArguments,
+    is_data_file,
+    parse_arguments,
+    placed,
+)
 from streamrl.tasks.environment import Around, Environment
 from streamrl.tasks.failures import describe
 
@@ -106,4 +114,7 @@ def _model(task: type[Environment]) -> type[Any]:
 def _given(config: TaskConfig | TaskShare, task: type[Environment]) -> dict[str, Any]:
     """The arguments that a configuration gives, over the task's own defaults."""
     whole = isinstance(config, TaskShare) and config.evaluation_only and _EVALUATION in task.Arguments.model_fields
-    return {**task.defaults, **config.args} | ({_EVALUATION: True} if whole else {})
+    path = config.args.get("path", task.defaults.get("path"))
+    is_file = isinstance(path, str) and is_data_file(path)
+    defaults = {key: value for key, value in task.defaults.items() if not (is_file and key in OF_THE_HUB)}
+    return {**defaults, **config.args} | ({_EVALUATION: True} if whole else {})

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from streamrl.tasks.arguments import ARGUMENTS, DATA_FORMATS, OnDisk, TaskArguments, not_among
+from streamrl.tasks.arguments import (
+    ARGUMENTS,
+    DATA_FORMATS,
+    OF_THE_HUB,
+    OnDisk,
+    TaskArguments,
+    is_data_file,
+    not_among,
+)
 from streamrl.tasks.broken_lines import LINES, broken, broken_lines
 from streamrl.tasks.data_sets import load_split
 from streamrl.tasks.order import digest
@@ -59,7 +67,17 @@ class RowsArguments(TaskArguments):
     @property
     def is_file(self) -> bool:
         """Whether `path` is a file, or several, and no data set with splits of its own."""
-        return Path(self.path).suffix in DATA_FORMATS
+        return is_data_file(self.path)
+
+    @model_validator(mode="after")
+    def _a_file_has_no_splits(self) -> RowsArguments:
+        for key in OF_THE_HUB if self.is_file else ():
+            if (given := getattr(self, key)) != RowsArguments.model_fields[key].default:
+                raise ValueError(
+                    f"{key}: {given!r} is of a data set of the hub, and path is a file; allowed: without it "
+                    "(test_path: a file that is held out)"
+                )
+        return self
 
 
 class Rows:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
-import ipaddress
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -23,8 +22,9 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.environment import Completion, Environment, Prompt
-from streamrl.tasks.failures import describe, is_masked
+from streamrl.tasks.failures import ScorerUnready, describe, is_masked
 from streamrl.tasks.hosted import check_tasks, close_tasks, host_task
+from streamrl.tasks.listening import is_local, run
 from streamrl.tasks.remote_protocol import (
     LARGEST,
     About,
@@ -98,7 +98,7 @@ class ServedTask:
 
 
 def application(config: Config, token: str | None = None) -> web.Application:
-    """The server of all weighted tasks of `config`. Raises ValueError for task arguments that do not fit."""
+    """The server of all trained tasks of `config`. Raises ValueError for task arguments that do not fit."""
     app = web.Application(client_max_size=LARGEST, middlewares=[guarded(token)])
     for share in config.task.shares:
         if TASKS.is_built_in(share.name):  # before one is built, which may ask for a server
@@ -186,13 +186,12 @@ def main() -> int:
     try:
         config = config_file.load(options.config, options.override)
         token = options.token_file.read_text().strip() if options.token_file else None
-        if token is None and not ipaddress.ip_address(options.host).is_loopback:
+        if token is None and not is_local(options.host):
             raise ValueError(f"--host: {options.host} is open to others; allowed: with --token-file FILE")
-        app = application(config, token)
-    except (ValueError, OSError) as error:
+        run(application(config, token), options.host, options.port)
+    except (ValueError, OSError, ScorerUnready) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
-    web.run_app(app, host=options.host, port=options.port)
     return 0
 
 

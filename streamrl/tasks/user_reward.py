@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrl.tasks.environment import Score
+from streamrl.tasks.failures import exceptions_of
 from streamrl.tasks.judges import MEMORY, Judges, judge_lines
 from streamrl.tasks.named import load_named
 
@@ -73,6 +74,8 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
             inspect.signature(function).bind(**dict.fromkeys(names))
         except TypeError as error:
             raise ValueError(f"it is called with {', '.join(names)}: {error}") from None
+    if hasattr(function, "infrastructure"):  # the user's word on which exceptions say nothing of the answer
+        exceptions_of(function.infrastructure, target.rpartition(":")[2])
     return function
 
 
@@ -90,8 +93,8 @@ def prepare(arguments: Sequence[str]) -> Callable[..., dict[str, Any]]:
         reward = float(values.pop("reward"))
         return {"reward": reward, "parts": {str(key): float(value) for key, value in values.items()}}
 
-    if hasattr(function, "infrastructure"):  # the user's word on which exceptions say nothing of the answer
-        judge.infrastructure = function.infrastructure  # type: ignore[attr-defined]
+    if hasattr(function, "infrastructure"):
+        judge.infrastructure = exceptions_of(function.infrastructure, "")  # type: ignore[attr-defined]
     return judge
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.environment import FAILED, Completion, Environment, Prompt, Rollout, Score
-from streamrl.tasks.failures import INFRASTRUCTURE, describe
+from streamrl.tasks.failures import INFRASTRUCTURE, describe, exceptions_of
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.scoring import ScorerBroken, Scoring
+from streamrl.tasks.user_reward import check_target, prepare
 
 
 class Outage(Exception):
@@ -104,6 +105,29 @@ def test_a_reward_function_declares_which_exception_is_which(tmp_path: Path):
     assert [away.masked, late.masked, other.masked] == [True, False, False]
     assert late.reward == other.reward == -0.5  # the lower one of reward_wrong and reward_unparsed
     assert away.failure == f"Away: no reply ({tmp_path}/rewards.py:5)"
+
+
+@pytest.mark.parametrize(("named", "is_right"), [("[Away]", True), ("Away", True), ("'Away'", False), ("(1,)", False)])
+def test_what_a_reward_function_declares_is_checked_before_anything_starts(named, is_right, tmp_path: Path):
+    source = "class Away(Exception): ...\n\ndef reward(text, answer, row, finish_reason): raise Away\n"
+    (tmp_path / "rewards.py").write_text(f"{source}\nreward.infrastructure = {named}\n")
+    target = f"{tmp_path}/rewards.py:reward"
+    if is_right:
+        check_target(target, 60.0)
+        judge = prepare([target])
+        assert [kind.__name__ for kind in judge.infrastructure] == ["Away"]
+        return
+    with pytest.raises(
+        ValueError, match=r"reward\.infrastructure: .* is no class of exceptions; allowed: a tuple of such"
+    ):
+        check_target(target, 60.0)
+
+
+def test_exceptions_may_be_named_by_one_or_by_several():
+    assert exceptions_of(Outage, "Task") == (Outage,)
+    assert exceptions_of([Outage, TimeoutError], "Task") == (Outage, TimeoutError)
+    with pytest.raises(ValueError, match=r"^Task\.infrastructure: <class 'int'> is no class of exceptions"):
+        exceptions_of((Outage, int), "Task")
 
 
 def test_a_failure_names_the_exception_and_the_line_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ import pytest
 
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import FAILED, Rollout
+from streamrl.tasks.foreign.gymnasium import _is_number
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.turns import TURNS
 from tests.foreign_environments import EXAMPLES, python_of
@@ -133,6 +134,16 @@ def test_a_gymnasium_episode_is_one_sample_and_its_group_has_one_beginning(scrip
         assert not rollout.completion.loss_mask.all()
     other = gymnasium(inference := scripted([["ab", END]] * 2), 1, index=1, chat=chat, system="repeat ")
     assert shown(other[0], inference) != shown(rollouts[0], inference)
+
+
+@pytest.mark.parametrize("value", [True, 2, 0.5, np.bool_(True), np.int64(3), np.float32(0.5), np.array(1)])
+def test_a_number_of_numpy_is_one_for_a_gymnasium_environment(value):
+    assert _is_number(value)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1], np.array([1]), np.str_("a")])
+def test_what_is_no_number_is_no_part_of_a_reward(value):
+    assert not _is_number(value)
 
 
 def test_a_gymnasium_environment_that_raises_costs_its_own_sample_alone(scripted):

@@ -127,6 +127,7 @@ def _judge(folder: Path, **others: Any) -> ModelJudge:
         ({"engine": "opnai"}, "task.args.engine: opnai is not allowed"),
         ({"engine_options": {}}, "task.args.engine_options.url: nothing is not allowed"),
         ({"model": "nowhere"}, "task.args.model: nowhere has no tokenizer.json"),
+        ({"scores": {"Yes": 1.0}}, "task.args.scores: 'Yes' is compared in lower case and never found; allowed: 'yes'"),
         ({"question": "good?"}, "task.args.question: 'good?' has no place for the answer"),
         ({"verdict": "yes"}, "task.args.verdict: 'yes' has 0 groups; allowed: one"),
         ({"task": {"name": "lookup"}}, "task.args.task.name: lookup has turns of its own"),

@@ -95,6 +95,31 @@ def test_a_prompt_that_is_no_prompt_is_refused_in_one_line(tmp_path, value):
         task(path=str(path), cache=str(tmp_path / "cache"), evaluation_only=True, split="probe")
 
 
+def test_a_whole_number_is_the_same_text_whatever_other_rows_have(tmp_path):
+    path = tmp_path / "numbers.jsonl"
+    answers = {"2+3=": 5, "5/2=": 2.5, "2+4=": 6, "2+5=": -7, "10**17=": 10**17}
+    path.write_text("".join(json.dumps({"prompt": each, "answer": answers[each]}) + "\n" for each in answers))
+    rows = {"path": str(path), "cache": str(tmp_path / "cache"), "chat": False}
+    parts = task(**rows), task("probe", **rows)
+    found = [part.prompt(index) for part in parts for index in range(part.size)]
+    assert {prompt.text: prompt.answer for prompt in found} == {each: str(answers[each]) for each in answers}
+    written = task(**rows, template="{answer}!")
+    assert {written.prompt(index).text for index in range(written.size)} <= {f"{each}!" for each in answers.values()}
+
+
+@pytest.mark.parametrize("key", ["revision", "subset", "split", "test_split"])
+def test_what_a_file_has_no_use_for_is_refused(rows, key):
+    line = rf"task\.args\.{key}: 'x' is of a data set of the hub, and path is a file; allowed: without it \(test_path"
+    with pytest.raises(ValueError, match=line):
+        build_task(TaskConfig(name="jsonl", args={**rows, key: "x"}), 1, "train")
+
+
+def test_a_known_data_set_is_also_read_from_a_file(rows):
+    """Its own subset and split are of the hub's."""
+    args = {"path": rows["path"], "cache": rows["cache"], "prompt": "prompt"}
+    assert build_task(TaskConfig(name="gsm8k", args=args), 1, "train").size > 10
+
+
 def test_texts_that_look_like_dates_are_texts(tmp_path):
     path = tmp_path / "dates.jsonl"
     rows = [

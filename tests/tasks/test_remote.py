@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ from streamrl.tasks.built_in.remote import RemoteFailed
 from streamrl.tasks.environment import EXACT, FAILED, Completion, Environment, Prompt, Rollout, Score
 from streamrl.tasks.host_wire import OWN
 from streamrl.tasks.hosted import host_task
+from streamrl.tasks.listening import is_local, run
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.serve import application
 from streamrl.tasks.turns import TURNS
@@ -271,6 +275,34 @@ def test_a_server_that_is_not_there_costs_samples_and_tells_its_address(scripted
     task = remote("http://127.0.0.1:1", tries=2)
     with pytest.raises(RemoteFailed, match="about: 2 tries"):
         asyncio.run(task.rollout_group(scripted([]), task.prompt(0), 1))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
+def test_a_server_is_this_machines_own_on_loopback(host, is_own):
+    assert is_local(host) == is_own
+
+
+def test_an_address_that_is_taken_is_told_in_one_line(tmp_path):
+    (tmp_path / "config.yaml").write_text("task: {name: copy}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = [sys.executable, "-m", "streamrl.tasks.serve", str(tmp_path / "config.yaml"), "--port", port]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        with pytest.raises(ValueError, match=f"^--port: 127.0.0.1:{port} cannot be used .*; allowed: a free port"):
+            run(web.Application(), "127.0.0.1", int(port))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"serve: --port: 127.0.0.1:{port} cannot be used")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_server_with_a_token_answers_nobody_else(scripted, tmp_path):

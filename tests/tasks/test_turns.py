@@ -162,6 +162,12 @@ def test_tools_around_a_task_of_several_turns_are_refused():
         build_task(TaskConfig(name="tools", args={"task": {"name": "lookup"}}), seed=1, split="train")
 
 
+def test_two_tools_of_one_name_are_refused():
+    args = {"task": {"name": "copy"}, "tools": ["calculator"] * 2}
+    with pytest.raises(ValueError, match=r"task\.args\.tools: 'calculator' is there twice; allowed: one tool of each"):
+        build_task(TaskConfig(name="tools", args=args), seed=1, split="train")
+
+
 OWN_TOOL = """
 import asyncio, os, time
 from streamrl.tasks.tools.base import Tool

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from streamrl.choices import TOOLS
 from streamrl.config.task import TaskShare
@@ -41,6 +41,14 @@ class ToolsArguments(TaskArguments):
     memory: int = Field(512, ge=64, description="MiB of memory of one run of Python code")
     parallel: int = Field(2, ge=1, description="runs of Python code, or calls of a tool of yours, at once")
     allow_unwalled: bool = Field(False, description="run Python code also where the kernel gives no namespaces")
+
+    @model_validator(mode="after")
+    def _each_tool_has_a_name(self) -> ToolsArguments:
+        names = [path.rpartition(":")[2] for path in self.tools]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"tools: {name!r} is there twice; allowed: one tool of each name")
+        return self
 
 
 class Tools(TurnByTurn, Around):

@@ -19,6 +19,11 @@ from streamrl.tasks.foreign.policy import Policy
 from streamrl.tasks.order import episode_seed
 
 
+def _is_number(value: Any) -> bool:
+    """Python's, or one of NumPy's."""
+    return isinstance(value.item() if getattr(value, "shape", None) == () else value, (bool, int, float))
+
+
 def load(options: argparse.Namespace) -> Player:
     """Make one environment and reset it. Raises Refused for one that does not speak text."""
     try:
@@ -92,5 +97,5 @@ class GymnasiumPlayer(Player):
             turns += 1
             if terminated or truncated:
                 break
-        parts = {str(name): float(value) for name, value in info.items() if isinstance(value, (bool, int, float))}
+        parts = {str(name): float(value) for name, value in info.items() if _is_number(value)}
         return Played(reward=total, parts={**parts, "turns": float(turns)})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from streamrl.config.task import TaskShare
 from streamrl.config.task_file import read_entries
 from streamrl.tasks.episodes import together
 from streamrl.tasks.failures import describe
+from streamrl.tasks.listening import is_local, run
 from streamrl.tasks.megatron_rl.agents import (
     Agent,
     ContrastiveRolloutGenerator,
@@ -143,13 +143,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         token = options.token_file.read_text().strip() if options.token_file else None
-        if token is None and not options.open and not ipaddress.ip_address(options.host).is_loopback:
+        if token is None and not options.open and not is_local(options.host):
             raise ValueError(f"--host: {options.host} is open to others; allowed: with --token-file FILE, or --open")
-        app = Served(agent_of(options.env_config, options.seed)).application(token)
+        run(Served(agent_of(options.env_config, options.seed)).application(token), options.host, options.port)
     except (ValueError, OSError) as error:
         print(f"environment_server: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    web.run_app(app, host=options.host, port=options.port)
     return 0
 
 
