@@ -82,7 +82,9 @@ def exceptions_of(named: Any, whose: str) -> tuple[type[Exception], ...]:
 
 def is_masked(error: BaseException, infrastructure: tuple[type[Exception], ...]) -> bool:
     """Whether a failure says nothing of the answer, where these classes of exceptions do not."""
-    return error.masked if isinstance(error, ScorerRaised) else isinstance(error, infrastructure)
+    if isinstance(error, ScorerRaised):
+        return error.masked
+    return isinstance(error, exceptions_of(infrastructure, "task"))  # a class that runs inline is nowhere else checked
 
 
 def _place(error: BaseException) -> str | None:

@@ -79,6 +79,21 @@ def test_a_task_declares_which_exception_is_which():
     assert [rollout.masked for rollout in rollouts(WithService(), *texts)] == [False, True, False, True]
 
 
+class OfOne(Judged):
+    """By one class, and not a tuple of it."""
+
+    infrastructure = Outage
+
+
+class OfAList(Judged):
+    infrastructure = [Outage]  # noqa: RUF012  # as a user writes it
+
+
+@pytest.mark.parametrize("kind", [OfOne, OfAList])
+def test_a_task_that_runs_inline_may_declare_one_class_or_a_list(kind):
+    assert [rollout.masked for rollout in rollouts(kind(), "key", "out")] == [False, True]
+
+
 def test_a_reward_function_declares_which_exception_is_which(tmp_path: Path):
     (tmp_path / "rewards.py").write_text(
         textwrap.dedent("""

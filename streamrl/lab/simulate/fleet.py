@@ -48,7 +48,7 @@ OF_THE_FILE = {
     "generate.sampling.max_new_tokens": "answers.longest",
 }
 
-FARTHEST = 700.0  # from the median, of a logarithm: what it is one of is still a number
+FARTHEST = 700.0  # of a logarithm from the median's: beyond it `exp` overflows
 
 
 class ServerFigures(Section):

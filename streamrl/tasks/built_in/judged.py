@@ -7,7 +7,7 @@ from pydantic import Field
 from streamrl.config.task import TaskShare
 from streamrl.tasks.arguments import ARGUMENTS
 from streamrl.tasks.environment import Around, Completion, Environment, Prompt, Score
-from streamrl.tasks.failures import ScorerUnready
+from streamrl.tasks.failures import ScorerUnready, exceptions_of
 from streamrl.tasks.model_judge import JudgeArguments, ModelJudge
 from streamrl.tasks.starter import Starter
 
@@ -44,7 +44,7 @@ class Judged(Around):
         self._judge = ModelJudge(arguments)
         self._weight = arguments.weight
         self.lowest_reward = min(0.0, task.lowest_reward)
-        self.infrastructure = (*task.infrastructure, ScorerUnready)
+        self.infrastructure = (*exceptions_of(task.infrastructure, "task"), ScorerUnready)
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         """The task's scorer first: an answer on which it raises is not judged."""
