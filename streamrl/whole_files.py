@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_OLD = ".old"
+
 
 def write_whole(path: Path, content: bytes | str, *, durable: bool = False) -> None:
     """Write a file in place of what was there; text as UTF-8. Raises OSError."""
@@ -104,9 +106,18 @@ def put_back(folder: Path) -> None:
         former.rename(folder)
 
 
+def clear(root: Path) -> None:
+    """Tidy up after processes that were killed while they wrote folders in `root`, which nobody writes to now."""
+    for path in root.glob(".*"):
+        if path.name.endswith(_OLD):
+            put_back(root / path.name[1 : -len(_OLD)])
+        else:
+            _remove(path)
+
+
 def former_of(folder: Path) -> Path:
     """The name of a folder that is replaced or removed."""
-    return folder.with_name(f".{folder.name}.old")
+    return folder.with_name(f".{folder.name}{_OLD}")
 
 
 def sync(path: Path) -> None:

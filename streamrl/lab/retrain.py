@@ -42,7 +42,7 @@ FREE = ("algo.", "critic.", "learner.", "checkpoint.", "observe.", "run.placemen
 # Those of them that change no bit of the weights.
 NO_EFFECT = (
     "checkpoint.", "observe.", "learner.tick", "learner.collective_timeout", "learner.bad_steps", "learner.bad_groups",
-    "learner.peak_tflops", "learner.params_metrics", "learner.profile.", "run.placement",
+    "learner.empty_steps", "learner.peak_tflops", "learner.params_metrics", "learner.profile.", "run.placement",
 )  # fmt: skip
 
 # Those that take the same sums in another order.

@@ -40,7 +40,7 @@ def full_kl(
     """
     first = group.rank() * weight.size(0)
     rows = max(0, min(weight.size(0), vocabulary - first))
-    chunk = max(1, CHUNK_BYTES // (8 * max(1, rows)))
+    chunk = max(1, CHUNK_BYTES // (8 * max(1, weight.size(0))))  # of all ranks: they add up chunk by chunk
     theirs = ReferenceStates(reference.hidden.to(hidden.device, non_blocking=True), reference.weight[:rows])
     return _FullKl.apply(hidden, weight[:rows], theirs, _Asked(targets, _Shard(first, rows, group, chunk)))
 

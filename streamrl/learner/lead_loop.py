@@ -83,7 +83,8 @@ class LeadLoop:
         self._quarantine = Quarantine(trainer, source, run_folder, events, config.learner.bad_groups)
         # A record is trained again to its end.
         self._exits = Exits(config.run if publisher is not None else None, time.monotonic())
-        self._empty = EmptySteps(config.learner.empty_steps, _trained_before(run_folder))
+        self._is_run = publisher is not None or config.trains_rows  # and no training again from a record
+        self._empty = EmptySteps(config.learner.empty_steps if self._is_run else 0, _trained_before(run_folder))
         self._batch_metrics = BatchMetrics(config, read_metrics(run_folder))
         self._hints = Hints(read_metrics(run_folder))
         self._mismatch = MismatchAnswers.of(config, trainer) if publisher is not None else None
@@ -132,9 +133,8 @@ class LeadLoop:
                 break
         if self.trainer.version.step > saved:
             self._save()
-        failure = failure or self._empty.verdict(complete=self._is_last())
-        is_run = self.publisher is not None or self.config.trains_rows  # and no training again from a record
-        if failure is None and self._is_last() and is_run and self.config.checkpoint.export:
+        failure = failure or self._empty.verdict(complete=self._is_last() and self._is_run)
+        if failure is None and self._is_last() and self._is_run and self.config.checkpoint.export:
             with self.events.span("learner.export", step=self.trainer.version.step):
                 trained_model.write(self.trainer, self.run_folder, self.config.learner.tick, self._report_saved)
         self._end(failed=failure is not None, exits=exits)
@@ -211,8 +211,11 @@ class LeadLoop:
                 self.events.emit(TAKEN_OFF, step=batch.step, groups=of_groups(batch, taken_off))
             return trained
         except BadStepsError as error:
-            path = bad_batch.save(batch, self.run_folder / f"bad_batch_{batch.step}.bin")
-            raise BadStepsError(f"{error}; the batch is in {path}") from error
+            try:
+                kept = f"is in {bad_batch.save(batch, self.run_folder / f'bad_batch_{batch.step}.bin')}"
+            except OSError as lost:  # the disk is full, and the run ends as it would
+                kept = f"could not be kept: {lost}"
+            raise BadStepsError(f"{error}; the batch {kept}") from error
 
     def _evaluate(self, held_out: Batch) -> float:
         """The loss of the held-out rows."""

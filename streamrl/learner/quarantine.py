@@ -134,9 +134,13 @@ class Quarantine:
 
     def _keep(self, step: int, group: Group, reason: str) -> None:
         folder = folder_of(self._run_folder)
-        folder.mkdir(exist_ok=True)
-        path = bad_batch.save(Batch(step=step, groups=(group,)), folder / f"group_{group.group_id}_{group.attempt}.bin")
-        log.error("group %d cannot be trained and is quarantined: %s; it is kept in %s", group.group_id, reason, path)
+        path = folder / f"group_{group.group_id}_{group.attempt}.bin"
+        try:
+            folder.mkdir(exist_ok=True)
+            kept = f"is kept in {bad_batch.save(Batch(step=step, groups=(group,)), path)}"
+        except OSError as error:  # the disk is full: the step goes on without the group all the same
+            kept = f"could not be kept: {error}"
+        log.error("group %d cannot be trained and is quarantined: %s; it %s", group.group_id, reason, kept)
         self._events.emit(
             "learner.quarantined", step=step, group_id=group.group_id, attempt=group.attempt, reason=reason
         )

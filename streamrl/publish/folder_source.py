@@ -17,6 +17,7 @@ from streamrl.publish.staging import Staged
 from streamrl.publish.transport import AdapterManifest, Check, DiskManifest, PublishError, Source
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
+from streamrl.whole_files import clear
 
 KEPT = 2  # newest folders: the one that goes out, and the one before for a server that is still reading it
 
@@ -31,8 +32,7 @@ class FolderSource(Source):
         self._root = root
         self._written: PolicyVersion | None = None
         self._checksum = ""
-        for draft in root.glob(".*"):  # of a learner that was killed while it wrote
-            shutil.rmtree(draft, ignore_errors=True)
+        clear(root)
 
     @abstractmethod
     def write(self, folder: Path, staged: Staged) -> str:

@@ -13,6 +13,7 @@ from streamrl.observe.disk import lacks_room
 from streamrl.observe.events import EventLog
 from streamrl.publish.model_folder import write_model
 from streamrl.publish.peft import write_adapter
+from streamrl.whole_files import clear
 
 if TYPE_CHECKING:
     from streamrl.publish.staging import Staged
@@ -34,6 +35,7 @@ class KeptVersions:
         self._config = config
         self._run_folder = run_folder
         self._events = events
+        clear(kept_root(run_folder))
 
     def add(self, staged: Staged) -> bool:
         """Keep a version, if it is one of those. False where the disk has no room for it. Raises OSError and

@@ -52,6 +52,11 @@ def test_steps_without_a_trained_token_end_the_run_with_what_became_of_the_sampl
     assert len(list(read_metrics(tmp_path))) == 2 + 8
 
 
+def test_a_record_of_such_steps_is_trained_again_to_its_end(tmp_path: Path) -> None:
+    trainer, _ = run(tmp_path, Failures(), PolicyVersion(0), steps=20, is_record=True)
+    assert trainer.version.step == 20
+
+
 def test_a_run_that_is_complete_and_trained_nothing_has_failed(tmp_path: Path) -> None:
     source = Failures()
     with pytest.raises(RunFailedError) as failed:

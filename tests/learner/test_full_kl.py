@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,27 @@ def test_values_and_gradients_equal_plain_softmax_without_the_pads_in_any_chunki
     gradients = [torch.autograd.grad((scale * values).sum(), leaves) for values in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
     assert not gradients[0][1][37:].any()
+
+
+def test_ranks_with_fewer_rows_than_others_add_up_the_same_chunks(monkeypatch):
+    """Of a padded vocabulary the last rank has fewer."""
+    monkeypatch.setattr(full_kl, "CHUNK_BYTES", 8 * 64 * 4)
+    weight, other = torch.randn(2, 64, 8, dtype=torch.float64)
+    hidden, states = torch.randn(2, 23, 8, dtype=torch.float64)
+    targets = Targets(torch.arange(23), torch.zeros(23, dtype=torch.int64), 1.0)
+    counts = []
+    for rank in range(2):
+        added: list[int] = []
+
+        def reduce(shard: object, values: torch.Tensor, _: object, added: list[int] = added) -> torch.Tensor:
+            added.append(values.shape[-1])
+            return values
+
+        monkeypatch.setattr(full_kl._Shard, "reduce", reduce)
+        group = SimpleNamespace(rank=lambda rank=rank: rank)
+        full_kl.full_kl(hidden, weight, ReferenceStates(states, other), targets, vocabulary=100, group=group)
+        counts.append(added)
+    assert counts[0] == counts[1] == [size for size in (4, 4, 4, 4, 4, 3) for _ in range(2)]
 
 
 def test_a_step_begins_at_the_reference_and_leaves_it(model_folder, trainer_of):

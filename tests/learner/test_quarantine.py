@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_a_token_out_of_the_vocabulary_costs_its_group_alone(run: Any, tmp_path:
     again.step(delivered_again)
     assert again.source.told == []
     assert all((after[name] == tensor).all() for name, tensor in weights(again.trainer).items())
+
+
+def test_a_group_for_which_the_disk_has_no_room_is_quarantined_all_the_same(run: Any, monkeypatch: Any, caplog: Any):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bad_batch, "write_whole", full)
+    learner = run()
+    sifted, _ = learner.step(poisoned(make_batch()))
+    assert sifted.quarantined == {1}
+    assert [(step, group) for step, group, _ in learner.source.told] == [(0, (1, 0))]
+    assert "it could not be kept: [Errno 28] No space left on device" in caplog.text
 
 
 def test_a_sample_longer_than_the_micro_batch_costs_its_group_alone(run: Any) -> None:

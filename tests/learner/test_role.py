@@ -189,6 +189,7 @@ def run(
     exits: dict[str, float] | None = None,
     mismatch: int = 0,
     publisher: Publisher | None = None,
+    is_record: bool = False,
     **checkpoint: Any,
 ) -> tuple[Trainer, list[str]]:
     config = Config.model_validate(
@@ -201,7 +202,8 @@ def run(
     )
     trainer, publisher = Trainer(start), publisher or Publisher()
     events, metrics = EventLog(event_path(folder, "learner"), "learner-0"), MetricsWriter(folder)
-    loop = LeadLoop(config, folder, trainer, source, stop=Stop(), metrics=metrics, events=events, publisher=publisher)
+    given = None if is_record else publisher
+    loop = LeadLoop(config, folder, trainer, source, stop=Stop(), metrics=metrics, events=events, publisher=given)
     loop.run()
     assert trainer.lent == tuple(f"the copy of {version}" for version in publisher.offered)
     metrics.close(), events.close()

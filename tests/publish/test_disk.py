@@ -27,6 +27,7 @@ from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 from tests.drawing import Drawing
+from tests.operations_table import documented
 
 TIMEOUT = 60.0
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
@@ -100,6 +101,18 @@ def test_the_folder_is_the_runs_own_below_the_configured_one_and_refused_without
     assert Path(manifest["folder"]) == tmp_path / "shared" / "seven" / "1.0"
     with pytest.raises(ConfigError, match=r"publish\.folder: .* is not used by transport=broadcast; allowed: null"):
         load(None, [path])
+
+
+def test_two_runs_of_one_name_do_not_publish_into_one_folder(tmp_path):
+    config = load(None, ["publish.transport=disk", f"publish.folder={tmp_path / 'shared'}"])
+    first = make_source(config, tmp_path / "a", "tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"shared/run") as refused:
+        make_source(config, tmp_path / "b", "tcp://127.0.0.1:1")
+    documented(
+        "publish.folder: ... has the versions of another run, which is under way; allowed: ...", str(refused.value), 2
+    )
+    first.close()
+    make_source(config, tmp_path / "b", "tcp://127.0.0.1:1").close()
 
 
 def test_versions_arrive_while_requests_are_in_flight_and_every_token_is_of_its_versions_weights(

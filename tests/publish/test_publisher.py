@@ -284,6 +284,15 @@ def test_a_version_that_is_to_be_kept_waits_for_room_on_the_disk(bench, monkeypa
     assert [version.step for version in kept_in(running.folder)] == [2]
 
 
+def test_what_a_learner_that_was_killed_while_it_kept_a_version_has_left_is_removed(bench, tmp_path):
+    weights = kept_versions.kept_root(tmp_path)
+    (weights / ".12.0.999999").mkdir(parents=True)
+    (weights / ".8.0.old").mkdir()  # its successor has not got its name
+    (weights / "4.0").mkdir()
+    kept_versions.KeptVersions(Config(), tmp_path, EventLog(event_path(tmp_path, "learner"), "learner-0"))
+    assert sorted(path.name for path in weights.iterdir()) == ["4.0", "8.0"]
+
+
 def test_a_full_disk_is_known_also_by_what_safetensors_says_of_it(tmp_path):
     with limited_files(1 << 10), pytest.raises(SafetensorError) as failed:
         save_file({"w": torch.zeros(1 << 14)}, tmp_path / "weights.safetensors")

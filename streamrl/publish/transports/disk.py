@@ -24,7 +24,8 @@ class Disk(Transport):
         from streamrl.publish.disk_source import DiskSource
 
         folder = at.config.publish.folder
-        return DiskSource(folder / at.config.run.name if folder else at.run_folder / "published", at.config.model.path)
+        root = folder / at.config.run.name if folder else at.run_folder / "published"
+        return DiskSource(root, at.config.model.path, is_shared=folder is not None)
 
     def sink(self, at: ServerEnd) -> Sink:
         from streamrl.publish.disk_sink import DiskSink
