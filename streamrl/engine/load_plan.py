@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     buckets: tuple[BucketLayout, ...]
     verify: bool  # compare every bucket's checksum before any weight is touched
     receipt: str  # path of a file of the worker's
+    token: str = ""  # of this try; its receipts begin with it
     rank: int
 
 
@@ -55,7 +57,7 @@ def write_receipt(plan: LoadPlan, receipt: Receipt) -> None:
     text = msgspec.json.encode(msgspec.structs.replace(receipt, reason=line[:REASON]))
     file = os.open(plan.receipt, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(file, text, plan.rank * RECEIPT_BYTES)
+        os.pwrite(file, (plan.token.encode() + text).ljust(RECEIPT_BYTES, b"\0"), plan.rank * RECEIPT_BYTES)
     finally:
         os.close(file)
 
@@ -63,19 +65,22 @@ def write_receipt(plan: LoadPlan, receipt: Receipt) -> None:
 class Receipts:
     """The receipts of one try, one a rank, in memory of this process. `close` it.
 
-    A new one for each try, so that what a former one comes to later is no news.
+    A new one for each try. What a former one comes to later is no news: its path may be that of a new one by then, its
+    token is not.
     """
 
     def __init__(self, ranks: int) -> None:
         self._file = os.memfd_create("streamrl-receipts", os.MFD_CLOEXEC)
         self._ranks = ranks
+        self.token = secrets.token_hex(8)
         self.path = str(Path("/proc") / str(os.getpid()) / "fd" / str(self._file))
 
     def read(self) -> Iterator[Receipt | None]:
         """The receipt of each rank, in order; None for a rank that has written none."""
         for rank in range(self._ranks):
-            text = os.pread(self._file, RECEIPT_BYTES, rank * RECEIPT_BYTES).rstrip(b"\0")
-            yield msgspec.json.decode(text, type=Receipt) if text else None
+            token, text = self.token.encode(), os.pread(self._file, RECEIPT_BYTES, rank * RECEIPT_BYTES)
+            is_ours = text.startswith(token)
+            yield msgspec.json.decode(text[len(token) :].rstrip(b"\0"), type=Receipt) if is_ours else None
 
     def close(self) -> None:
         os.close(self._file)

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -115,7 +116,7 @@ class Server:
         further: FurtherNodes | None = None,
         host: str = HOST,
     ) -> None:
-        """Start the process, which then asks for `keys`; `ready` waits for it.
+        """Start the process, which then asks for `keys`; `ready` waits for it. Raises ServerFailed.
 
         `index` is added to the run's seed; `label` names the log, as the index does without one. `gpus` by the names
         that CUDA_VISIBLE_DEVICES takes: without any it sees those that this process sees. Of a server over several
@@ -135,25 +136,31 @@ class Server:
         arguments |= node.arguments if node is not None else {}
         self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
         self._segments: set[Path] = set()
+        self._is_ended = False
         self.scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
         command = [sys.executable, "-m", "streamrl.engine.launch"]
         command += ["--lifeline", str(os.getpid()), "--scratch", str(self.scratch)]
         command += [FLAG] if config.generate.quantization is not None else []
-        with open(self.log, "ab", opener=_private) as output:  # SGLang logs its arguments, keys included
-            self._process = subprocess.Popen(
-                [*command, *command_line({**arguments, "port": port})],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    **server_environment(config),
-                    **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-                    **key_environment(keys),
-                    "TMPDIR": str(self.scratch),
-                },
-            )
+        try:
+            with open(self.log, "ab", opener=_private) as output:  # SGLang logs its arguments, keys included
+                self._process = subprocess.Popen(
+                    [*command, *command_line({**arguments, "port": port})],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={
+                        **os.environ,
+                        **server_environment(config),
+                        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+                        **key_environment(keys),
+                        "TMPDIR": str(self.scratch),
+                    },
+                )
+        except OSError as error:
+            self._release()
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            raise ServerFailed(f"{self.address} could not be started: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -194,10 +201,13 @@ class Server:
         A process that the kernel does not end, as one that waits for a device, is left behind, and the log says so.
         """
         self._release()
+        if self._is_ended:  # its number may be another process's by now
+            return
         grace = CUDA_GRACE if has_cuda() else 0.0
         await asyncio.to_thread(end_server, self.pid, grace, self.scratch, known=self._segments)
         try:
             await asyncio.to_thread(self._process.wait, REAP)
+            self._is_ended = True
         except subprocess.TimeoutExpired:
             log.warning("process %d was killed and has not ended in %g s: its log is %s", self.pid, REAP, self.log)
 

@@ -59,7 +59,14 @@ def _processes(pid: int) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if other not in found and os.getsid(other) == pid:
                 found[other] = psutil.Process(other)
-    return list(found.values())
+    return [process for process in found.values() if not _is_dead(process)]
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    """Dead ones that nobody has waited for hold nothing, and who is not root may not look at what they hold."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
 
 
 def _terminate(pid: int, grace: float) -> None:
@@ -88,7 +95,7 @@ def _held(processes: Iterable[psutil.Process]) -> set[Path]:
     """
     inodes: set[int | None] = set()
     for process in processes:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended meanwhile
             folder = Path(f"/proc/{process.pid}")
             maps = (folder / "maps").read_text().splitlines()
             inodes |= {int(line.split(maxsplit=5)[4]) for line in maps if str(SHARED_MEMORY) in line}
@@ -99,7 +106,7 @@ def _held(processes: Iterable[psutil.Process]) -> set[Path]:
 def _points_to_memory(link: Path) -> bool:
     try:
         return str(link.readlink()).startswith(str(SHARED_MEMORY))
-    except FileNotFoundError:  # closed meanwhile
+    except (FileNotFoundError, PermissionError):  # closed, or ended, meanwhile
         return False
 
 

@@ -13,6 +13,7 @@ what keeps several workers that share a server fair to each other (Chiu and Jain
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 from streamrl.config import Config
@@ -29,6 +30,9 @@ SHRINK = 0.8
 
 # Ticks after a shrinkage without another one: the groups that are too many end first.
 PATIENCE = 3
+
+# Seconds behind an update in which requests come back into the cache.
+SETTLING = 3.0
 
 
 class Phase(StrEnum):
@@ -113,6 +117,33 @@ class Concurrency:
                 return int(SHRINK * self.capacity)
             case Move.KEEP:
                 return self.capacity
+
+
+class Updates:
+    """Weights that the worker's servers take in. An update puts what they generate back into their queue: requests that
+    wait then say nothing of the cache.
+
+    >>> updates = Updates()
+    >>> updates.begin(), updates.unsettled(now=10.0), updates.end(now=11.0)
+    (None, True, None)
+    >>> updates.unsettled(now=12.0), updates.unsettled(now=20.0)
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._ended = -math.inf
+
+    def begin(self) -> None:
+        self._open += 1
+
+    def end(self, now: float) -> None:
+        self._open -= 1
+        self._ended = now
+
+    def unsettled(self, now: float) -> bool:
+        """One is under way, or has ended a moment ago."""
+        return self._open > 0 or now - self._ended < SETTLING
 
 
 def adapting(config: Config) -> Concurrency | None:

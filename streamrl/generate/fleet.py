@@ -252,7 +252,11 @@ class Fleet:
     async def _start_again(self, place: int, restarts: int, announce: Announce) -> ServerFailed | None:
         """A new life for a lost server, begun in the servers' turn; why not, where it did not come up."""
         async with self._turn.pass_():
-            served = self._lives[place] = self._life(place)
+            try:
+                served = self._lives[place] = self._life(place)
+            except (ServerFailed, OSError) as error:  # no memory or no descriptor is left: another time there may be
+                log.warning("server %d was not started: %s", place, error)
+                return error if isinstance(error, ServerFailed) else ServerFailed(str(error))
             self._floors[served.name] = self._newest
             try:
                 await served.start(patient=True)

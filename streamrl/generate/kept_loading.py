@@ -43,7 +43,14 @@ class KeptLoading:
         """Make the server generate with what lies at `place`. Raises EngineError or PublishError."""
         await self._check_loader()
         with contextlib.closing(Receipts(self._ranks)) as receipts:
-            plan = LoadPlan(place=place, buckets=tuple(buckets), verify=verify, receipt=receipts.path, rank=0)
+            plan = LoadPlan(
+                place=place,
+                buckets=tuple(buckets),
+                verify=verify,
+                receipt=receipts.path,
+                token=receipts.token,
+                rank=0,
+            )
             async with self._update.waiting():
                 try:
                     await self._load(version, plan, receipts)

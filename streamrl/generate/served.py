@@ -44,6 +44,8 @@ SEED_STRIDE = 10_000  # between the seeds of a worker's servers: more than there
 
 INITIAL = PolicyVersion(0)  # the version of the weights in model.path
 
+UNNAMED = "default"  # SGLang's own name for the weights that a server was started with
+
 
 def keeps_cache(config: Config) -> bool:
     """Whether servers keep over an update what the old weights computed. Adapters have caches of their own."""
@@ -92,6 +94,7 @@ class ServedModel:
         self.version = INITIAL
         self._ranks = config.generate.tensor_parallel  # an attached server says how many it has when it is met
         self._failure: ServerFailed | None = None
+        self._had_version = False  # a published one, when it was last asked
         self._config = config
         self._keys = key_folder(config, run_folder)
         keys = engine_keys(config, run_folder)
@@ -179,14 +182,21 @@ class ServedModel:
             await asyncio.sleep(min(self._config.generate.heartbeat, HEALTH_PERIOD))
 
     async def _ask(self, misses: int) -> int:
-        """Whether the server answers: how many times in a row it did not."""
+        """Whether the server answers: how many times in a row it did not.
+
+        Raises ServerFailed for one that was started again meanwhile, by whoever keeps an attached one.
+        """
         try:
-            await self.client.model_info()
+            info = await self.client.model_info()
         except EngineError as error:
             log.warning("%s: question %d of %d unanswered", error, misses + 1, MISSES)
             if misses + 1 == MISSES:
                 raise ServerFailed(f"{self.name} does not answer: {error}") from error
             return misses + 1
+        has_version = info.weight_version not in (UNNAMED, str(INITIAL))
+        if self._had_version and not has_version:
+            raise ServerFailed(f"{self.name} was started again: it has weights of its start, not {self.version}")
+        self._had_version = has_version
         return 0
 
     async def sleep(self) -> None:
@@ -311,7 +321,7 @@ async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft
     await client.pause("retract", timeout)
     await end_open_update(client, timeout)  # behind a load that goes on: what it leaves counts
     info = await client.model_info()
-    unnamed = info.weight_version == "default"  # SGLang's own name for what it was started with
+    unnamed = info.weight_version == UNNAMED
     published = not unnamed and info.weight_version != str(INITIAL)
     # The disk transport leaves the server with the path of a version's folder in place of its first one.
     initial = str(model.resolve()) if _is_published(info.model_path) else info.model_path

@@ -27,7 +27,7 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
-from streamrl.generate.concurrency import Concurrency, adapting
+from streamrl.generate.concurrency import Concurrency, Updates, adapting
 from streamrl.generate.fleet import Fleet
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, Policy
@@ -112,6 +112,7 @@ class Worker:
         self._link = ServiceLink(config, run_folder, self.name, address=address, servers=self._states, events=events)
         self._publishes: dict[str, asyncio.Queue[Publish]] = {name: asyncio.Queue() for name in fleet.names}
         self._orders: asyncio.Queue[Sleep | Wake] = asyncio.Queue()
+        self._updates = Updates()
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -282,6 +283,8 @@ class Worker:
             pressure = await self._fleet.pressure()
             if pressure is None:
                 continue
+            if pressure.num_waiting_reqs and self._updates.unsettled(time.monotonic()):
+                continue  # an update has put its requests back into the queue, whatever room there is
             former, usage, waiting = concurrency.capacity, pressure.token_usage, pressure.num_waiting_reqs
             busy = len(self._link.tickets) if places is None else places.submission.running
             capacity = concurrency.record(usage, waiting, busy)
@@ -335,7 +338,11 @@ class Worker:
             if version < served.version or (version == served.version and sink.whole):
                 return Applied(server=server, version=served.version)  # it never goes back, and loads nothing twice
             with self._events.span("publish.apply", server=server, version=str(version), tickets=tickets):
-                await sink.apply(version, publish.manifest)
+                self._updates.begin()
+                try:
+                    await sink.apply(version, publish.manifest)
+                finally:
+                    self._updates.end(time.monotonic())
             if self._fleet.servers.get(server) is not served:
                 raise PublishError(f"{server} was lost")
         except PublishError as error:
@@ -359,7 +366,8 @@ class Worker:
             async with asyncio.timeout(run.start_timeout if moment == "start" else DRAIN_SHARE * run.stop_timeout):
                 await answer_probes(self._config, self._run_folder, inference, self._events, moment)
         except (EngineError, TimeoutError) as error:
-            self._fleet.check()
+            if moment == "start":
+                self._fleet.check()
             log.warning("probes at the %s were not answered: %s", moment, error or "not in time")
         finally:
             self._fleet.leave(moment)

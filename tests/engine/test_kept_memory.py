@@ -191,7 +191,7 @@ def plan_of(place: Place, receipts: Receipts, names: tuple[str, str] = ("a", "b"
         bytes=10_000,
         checksum=checksum or xxhash.xxh3_64_hexdigest(data.data),
     )
-    return LoadPlan(place=place, buckets=(layout,), verify=True, receipt=receipts.path, rank=1)
+    return LoadPlan(place=place, buckets=(layout,), verify=True, receipt=receipts.path, token=receipts.token, rank=1)
 
 
 def test_the_loader_copies_the_tensors_and_every_outcome_is_a_receipt():
@@ -220,6 +220,23 @@ def test_the_loader_copies_the_tensors_and_every_outcome_is_a_receipt():
     assert memory.begin()  # no outcome has left a lock behind
     receipts.close()
     memory.close()
+
+
+def test_a_late_receipt_of_a_former_try_is_no_news_though_its_path_is_a_new_ones():
+    place = Place(path="", token="", sequence=0, offsets=(), sizes=())
+    former = Receipts(2)
+    late = plan_of(place, former)
+    former.close()
+    receipts = Receipts(2)
+    plan = plan_of(place, receipts)
+    assert plan.receipt == late.receipt  # the kernel gives the lowest descriptor that is free
+    write_receipt(late, Receipt(status="stale", reason="r" * 100))
+    assert list(receipts.read()) == [None, None]
+    write_receipt(plan, Receipt(status="loaded"))
+    assert list(receipts.read()) == [None, Receipt(status="loaded")]
+    write_receipt(late, Receipt(status="stale"))
+    assert list(receipts.read()) == [None, None]  # as if the rank had written none: the load is tried again
+    receipts.close()
 
 
 def test_what_a_server_maps_is_pinned_for_its_device_once_a_memory(monkeypatch):

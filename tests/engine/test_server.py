@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -288,6 +290,50 @@ for index in range(100000):
     segments.append(shared_memory.SharedMemory(f"sgl_shm_test_{sys.argv[1]}_{index}", create=True, size=64))
     time.sleep(0.0005)
 """
+
+
+def test_what_has_ended_and_nobody_has_waited_for_hinders_no_end(monkeypatch: pytest.MonkeyPatch):
+    """Who is not root may not look at what a dead process held."""
+    code = "import subprocess, sys, time; subprocess.Popen(['true']); print('on', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout is not None
+        leader.stdout.readline()
+        (dead,) = psutil.Process(leader.pid).children()
+        wait_until(lambda: dead.status() == psutil.STATUS_ZOMBIE)
+        iterdir = Path.iterdir
+
+        def forbidden(path: Path) -> object:
+            if path == Path(f"/proc/{dead.pid}/fd"):
+                raise PermissionError(13, "Permission denied")
+            return iterdir(path)
+
+        monkeypatch.setattr(Path, "iterdir", forbidden)
+        end_server(leader.pid, 0.0, None)
+        leader.wait(DEADLINE)
+        assert gone({leader.pid})
+
+
+def test_a_server_is_ended_once_as_its_number_may_be_another_process_later(tmp_path, monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(server, "command_line", lambda _: [])
+    monkeypatch.setattr(server, "end_server", lambda pid, *_, **__: (ended.append(pid), os.kill(pid, signal.SIGKILL)))
+    started = Server(config_of(Path("m")), tmp_path, 0)
+    asyncio.run(started.stop())
+    asyncio.run(started.stop())
+    assert ended == [started.pid]
+
+
+def test_a_server_for_which_there_is_no_process_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuses)
+    with pytest.raises(ServerFailed, match=r"could not be started: .*Resource temporarily unavailable"):
+        Server(config_of(Path("m")), tmp_path, 0)
+    assert not list(tmp_path.glob("streamrl-server-*"))
 
 
 def made(mark: str) -> list[Path]:

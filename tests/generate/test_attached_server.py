@@ -9,14 +9,46 @@ import pytest
 from streamrl.config import Config
 from streamrl.engine.answers import Piece
 from streamrl.engine.client import EngineClient, Interruption
-from streamrl.generate.served import INITIAL, ServedModel
+from streamrl.engine.server import ServerFailed
+from streamrl.generate import served as served_module
+from streamrl.generate.served import INITIAL, UNNAMED, ServedModel
 from streamrl.publish.transport import end_open_update
+from streamrl.types import PolicyVersion
+from tests.operations_table import GOES_ON, documented
 
 TIMEOUT = 60.0
 HANGS = 20.0  # seconds, for a few tokens
 PROMPT = [1, 4, 2, 8]
 LONG = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
 SHORT = {**LONG, "max_new_tokens": 8}
+
+
+def test_one_that_was_started_again_by_whoever_keeps_it_is_lost(fresh_server, model_folders, tmp_path, monkeypatch):
+    """It answers again before it was missed; its weights are those of its start."""
+    monkeypatch.setattr(served_module, "HEALTH_PERIOD", 0.01)
+    attached = {"model": {"path": model_folders[0]}, "generate": {"attach": [fresh_server.address]}}
+
+    async def run() -> None:
+        served = ServedModel(Config.model_validate(attached), tmp_path, index=0)
+        try:
+            await served.start()
+            watching = asyncio.create_task(served.watch())
+            await served.client.update_weight_version("7.0", TIMEOUT)
+            served.version = PolicyVersion(7)
+            async with asyncio.timeout(HANGS):
+                while not served._had_version:
+                    await asyncio.sleep(0.01)
+                assert not watching.done()
+                await served.client.update_weight_version(UNNAMED, TIMEOUT)  # as SGLang calls them
+                with pytest.raises(ServerFailed, match=r"its start, not 7\.0") as lost:
+                    await watching
+            documented(
+                "server-... is lost: server-... was started again: ...", f"server-0 is lost: {lost.value}", GOES_ON
+            )
+        finally:
+            await served.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -142,6 +142,37 @@ def test_a_server_that_came_back_follows_a_learner_that_was_restored_behind_it(
     with_fleet(config, tmp_path, events, job)
 
 
+def test_a_server_for_which_there_is_no_process_now_is_started_later(
+    fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "FIRST_PAUSE", 0.01)
+    config, events = twice(fresh_server, tmp_path, model_folders[0])
+
+    async def job(fleet: Fleet) -> None:
+        told: list[int] = []
+        life, lacks = fleet._life, [OSError(11, "Resource temporarily unavailable"), ServerFailed("no process")]
+
+        async def announce() -> None:
+            told.append(len(fleet.states))
+
+        def scarce(place: int) -> ServedModel:
+            if lacks:
+                raise lacks.pop()
+            return life(place)
+
+        monkeypatch.setattr(fleet, "_life", scarce)
+        first = fleet.servers["server-0-0"]
+        keeping = asyncio.create_task(fleet.keep(announce))
+        first.fail("is gone")
+        async with asyncio.timeout(DEADLINE):
+            while told != [1, 2] and not keeping.done():
+                await asyncio.sleep(0.05)
+        assert (told, lacks) == ([1, 2], [])
+        keeping.cancel()
+
+    with_fleet(config, tmp_path, events, job)
+
+
 def test_the_worker_fails_when_its_last_server_is_given_up(
     fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -174,6 +205,7 @@ class Unkillable(Server):
         self.log, self.scratch, self.address = folder / "server.log", folder / "scratch", "http://127.0.0.1:1"
         self._reserved, self._segments = socket.socket(), set()
         self._meeting = self._further = None
+        self._is_ended = False
         self._process = subprocess.Popen([sys.executable, "-c", ""])
         self._process.wait()
         self._process.wait = self._never  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from streamrl.generate.concurrency import Updates
 from streamrl.generate.worker import Worker
 from streamrl.observe.events import EventLog
 from streamrl.publish.transport import Sink
@@ -38,6 +39,7 @@ def apply(versions: list[PolicyVersion], sink: Sink, folder: Path) -> list[objec
     worker = object.__new__(Worker)
     worker._link = SimpleNamespace(tickets={})
     worker._pinning = SimpleNamespace(check=lambda state: None, begin=lambda server, version: False)
+    worker._updates = Updates()
     worker._events = EventLog(folder / "generator-0.jsonl", "generator-0")
     worker._fleet = SimpleNamespace(
         servers={"s": served}, set_version=lambda served, version: setattr(served, "version", version)
