@@ -13,7 +13,7 @@ Form = Literal["whole", "tagged", "boxed", "line"]
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"
-_MARK = "answer:"
+_MARK = re.compile("answer:", re.IGNORECASE | re.ASCII)
 
 # What may follow an answer and is no further text: the end of a formula and of a sentence.
 _ENDINGS = " \t\r\n$.)]}\\"
@@ -123,10 +123,10 @@ def _boxed(text: str) -> Found | None:
 
 
 def _line(text: str) -> Found | None:
-    start = text.lower().rfind(_MARK)
-    if start < 0:
+    *_, last = (None, *_MARK.finditer(text))
+    if last is None:
         return None
-    answer, _, rest = text[start + len(_MARK) :].partition("\n")
+    answer, _, rest = text[last.end() :].partition("\n")
     answer = answer.strip().strip("*").strip()
     return Found(boxed(answer) or answer, _goes_on(rest))
 

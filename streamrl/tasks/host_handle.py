@@ -28,7 +28,7 @@ import msgspec
 import psutil
 
 from streamrl.config.task import ScoringConfig
-from streamrl.lifeline import kill_group
+from streamrl.lifeline import exit_text, kill_group
 from streamrl.tasks.environment import Inference
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerRaised, ScorerUnready, place_in
 from streamrl.tasks.host_wire import (
@@ -102,9 +102,7 @@ class Host:
         self.load = 0  # calls that wait for it, or for an answer
         self._task, self._name, self._settings = task, name, settings
         self._period = settings.timeout / ROUNDS
-        self._memory = os.memfd_create("streamrl-task")
-        os.ftruncate(self._memory, MARK.size)
-        self._mark = mmap.mmap(self._memory, MARK.size)
+        self._memory, self._mark = _shared_mark()
         self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
@@ -156,7 +154,7 @@ class Host:
             self._send(End())
             await asyncio.wait((self._running,), timeout=CLOSE_TIME)
         if not self._running.done():
-            await self._kill()
+            await self._end()
             await asyncio.wait((self._running,))
         _kill_all(started)
 
@@ -283,7 +281,14 @@ class Host:
         await asyncio.sleep(DUMP_TIME)
         self._why = self._late(self._place())
         log.warning("%s: process %d is ended", self._why, self._process.pid)
+        await self._end()
+
+    async def _end(self) -> None:
+        """Kill the process, and end its pipe, which a fork of it may hold that nobody knows."""
         await self._kill()
+        await asyncio.wait((self._running,), timeout=EXIT_TIME)
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.feed_eof()
 
     async def _kill(self) -> None:
         """The process, and whatever it has started, also where it has ended itself."""
@@ -302,8 +307,8 @@ class Host:
     async def _after(self) -> None:
         """The process has ended: tell everyone who waits for it."""
         self.ended = True
-        code = await self._exit_code()
-        why = self._why or ScorerLost(f"the process of {self._name} has ended: {_exit_text(code)}{self._place()}")
+        ended = await self._ended()
+        why = self._why or ScorerLost(f"the process of {self._name} has ended: {ended}{self._place()}")
         guilty, _ = MARK.unpack_from(self._mark, 0)
         if not self.about.done():
             self.about.set_exception(why if isinstance(why, ScorerUnready) else ScorerUnready(str(why)))
@@ -314,16 +319,17 @@ class Host:
         self._mark.close()
         os.close(self._memory)
 
-    async def _exit_code(self) -> int | None:
-        """Once it has ended, by itself or by a signal, and whatever is left of what it has started."""
+    async def _ended(self) -> str:
+        """How, once it has ended by itself or by a signal, and whatever is left of what it has started."""
         if self._process is None:
-            return None
+            return "it could not be started"
         waiting = asyncio.create_task(self._process.wait())  # also until nobody holds its pipes
         await asyncio.wait((waiting,), timeout=EXIT_TIME)
         await self._kill()
         await asyncio.wait((waiting,), timeout=EXIT_TIME)
         waiting.cancel()
-        return self._process.returncode
+        code = self._process.returncode
+        return "it outlives its signal" if code is None else exit_text(code)
 
     def _place(self) -> str:
         """Where the process was, if it has reported it."""
@@ -342,6 +348,17 @@ class Host:
         if size > LARGEST:
             raise ValueError(f"{size} bytes; allowed: {LARGEST}")
         return _READ(await self._process.stdout.readexactly(size))
+
+
+def _shared_mark() -> tuple[int, mmap.mmap]:
+    """Memory that the process shares: its descriptor, and its bytes here. Raises OSError."""
+    memory = os.memfd_create("streamrl-task")
+    try:
+        os.ftruncate(memory, MARK.size)
+        return memory, mmap.mmap(memory, MARK.size)
+    except OSError:
+        os.close(memory)
+        raise
 
 
 async def _asked(inference: Inference, ask: Ask) -> Reply:
@@ -370,9 +387,3 @@ def _kill_all(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _exit_text(code: int | None) -> str:
-    if code is None:
-        return "it could not be started"
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

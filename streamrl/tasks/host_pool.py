@@ -71,6 +71,9 @@ class HostPool:
         self._lonely += 1
         try:
             async with self._alone:
+                if self._lone is not None and self._lone.retires:
+                    lone, self._lone = self._lone, None
+                    await lone.close()
                 if self._lone is None or self._lone.ended:
                     self._lone = self._new()
                 return await self._lone.ask(call)

@@ -79,6 +79,16 @@ class RowsArguments(TaskArguments):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _places_are_of_one_source(self) -> RowsArguments:
+        for key in ("test_path", "test_split", "distinct") if self.train_count is not None else ():
+            if (given := getattr(self, key)) != RowsArguments.model_fields[key].default:
+                raise ValueError(
+                    f"{key}: {given!r} has no effect where train_count parts the rows by their place; allowed: one of "
+                    f"the two ({key}: {json.dumps(RowsArguments.model_fields[key].default)})"
+                )
+        return self
+
 
 class Rows:
     """The rows of one split: a sequence of dictionaries. Rows of the same question are always in the same split."""

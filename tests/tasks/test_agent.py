@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 
 from streamrl.config.task import TaskConfig
-from streamrl.tasks.environment import FAILED, Prompt
+from streamrl.tasks.environment import FAILED, Prompt, Rollout
 from streamrl.tasks.episodes import NotPlayed
+from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.openai_server import OpenAIServer
 from streamrl.tasks.openai_session import Session
 from streamrl.tasks.process_pipes import exchange
@@ -319,6 +320,21 @@ def test_an_agent_that_fails_costs_its_sample(scripted, agents, agent, reason, m
     assert rollout.masked == masked
     assert rollout.parts == ({} if masked else {FAILED: 1.0})
     assert reason in rollout.failure
+
+
+def test_an_agent_whose_process_ends_is_masked_whatever_its_questions_count_as_a_wrong_answer(scripted, agents):
+    async def go() -> list[Rollout]:
+        args = {"task": {"name": "copy", "args": {"length": 2}}, "function": f"{agents}:exits"}
+        task = build_task(TaskConfig(name="agent", args=args), seed=1, split="train")
+        task.infrastructure = (ScorerUnready,)  # as rows with a judge of their own have it
+        try:
+            return await task.rollout_group(scripted([["ab", END]]), task.prompt(0), 1)
+        finally:
+            await task.close()
+
+    (rollout,) = asyncio.run(go())
+    assert (rollout.masked, rollout.parts) == (True, {})
+    assert "ScorerLost: the process of exits has ended: exit code 1" in (rollout.failure or "")
 
 
 def test_an_agent_that_blocks_does_not_stop_the_endpoint_of_the_others(scripted, agents):

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import ClientSession, WSMsgType, web
+from aiohttp.test_utils import TestServer
 
 from streamrl.config.task import TaskConfig
+from streamrl.tasks.built_in import openenv
 from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.foreign.gymnasium import _is_number
 from streamrl.tasks.registry import build_task
@@ -217,6 +220,35 @@ def test_an_openenv_server_plays_a_group_over_sessions_of_its_own(scripted):
             assert named in str(refused.value)
     with pytest.raises(ValueError, match=r"^task\.args\.url: .*/schema: .*refused; allowed: "):
         play("openenv", scripted([]), 1, url=url)
+
+
+def test_a_server_that_asks_whether_openenvs_session_lives_is_answered_while_the_policy_thinks():
+    async def play() -> None:
+        ponged = asyncio.Event()
+
+        async def session(request: web.Request) -> web.WebSocketResponse:
+            socket = web.WebSocketResponse(autoping=False)
+            await socket.prepare(request)
+            async for message in socket:
+                if message.type is WSMsgType.PONG:
+                    ponged.set()
+                    continue
+                await socket.send_json({"type": "observation", "data": {"observation": {"asked": message.data}}})
+                await socket.ping()
+            return socket
+
+        app = web.Application()
+        app.router.add_get("/ws", session)
+        async with TestServer(app) as server, ClientSession() as client:
+            episode = openenv.Episode(client, str(server.make_url("/ws")), LOAD_TIMEOUT)
+            await episode.begin({"seed": 1})
+            async with asyncio.timeout(LOAD_TIMEOUT):
+                await ponged.wait()  # nothing is asked meanwhile
+            observed = await episode.ask("step", {"text": "ab"})
+            assert '"ab"' in observed.observation["asked"]
+            await episode.close()
+
+    asyncio.run(play())
 
 
 def test_a_tool_of_an_openenv_server_is_called_with_what_the_policy_says(scripted):

@@ -107,6 +107,30 @@ def test_tools_are_called_until_a_turn_has_no_call(task, scripted):
     assert '"double"' in inference.tokenizer.text([inference.asked[0].tolist()])[0]  # the template tells of it
 
 
+def test_a_conversation_whose_template_knows_no_tools_is_judged_by_what_follows_its_question(task, scripted):
+    judged = []
+
+    def notes(completions, **_):
+        judged.extend(completions)
+        return [0.0] * len(completions)
+
+    own = task(Episodes, CHAT, tools=tools_of([double]), environment=None, rewards=[RewardFunction(notes)])
+    inference = scripted([["ab", END]])
+    told, prompt_ids = [], inference.prompt_ids
+
+    def without_tools(content, *, tools=()):
+        if tools:
+            raise ValueError("the chat template does not tell of tools")
+        told.append(content)
+        return prompt_ids(content)
+
+    inference.prompt_ids = without_tools
+    play(own, inference)
+    assert [message["role"] for message in told[0]] == ["system", "user"]
+    ((answer,),) = judged
+    assert (answer["role"], answer["content"]) == ("assistant", "ab")
+
+
 @pytest.mark.parametrize("call", ["no tool", '<tool name="nothing">x</tool>', "<tool_call>{</tool_call>"])
 def test_a_call_that_cannot_be_made_is_answered_and_never_ends_the_run(task, scripted, call):
     own = task(Episodes, ["x=", "y="], tools=tools_of([double]), environment=None)

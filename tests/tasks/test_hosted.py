@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from aiohttp.test_utils import TestServer
 
 from streamrl.config import Config
 from streamrl.config.task import TaskConfig
+from streamrl.tasks import host_handle, host_pool
 from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
 from streamrl.tasks.host_process import Host
@@ -67,6 +69,7 @@ TASKS = """
                 case "exit": os._exit(3)
                 case "crash": ctypes.string_at(0)
                 case "kill": os.kill(os.getpid(), signal.SIGKILL)
+                case "real-time": os.kill(os.getpid(), 35)
                 case "raise": raise KeyError("no such thing")
                 case "later":
                     await asyncio.sleep(0.05)
@@ -285,6 +288,7 @@ def test_a_process_in_which_a_late_call_has_left_a_thread_ends_the_calls_that_it
         pytest.param("exit", "exit code 3", marks=pytest.mark.slow),
         pytest.param("crash", "SIGSEGV", marks=pytest.mark.slow),
         ("kill", "SIGKILL"),
+        ("real-time", "signal 35"),  # it has no name
     ],
 )
 def test_a_process_that_dies_masks_the_answer_that_killed_it_and_is_replaced(host, text, how):
@@ -301,6 +305,36 @@ def test_a_process_that_dies_masks_the_answer_that_killed_it_and_is_replaced(hos
     )
     assert (host.line("string_at(0)") in (rollouts[1].failure or "")) == (text == "crash")
     assert (after.reward, after.failure) == (6.0, None)
+
+
+def test_a_lone_process_in_which_a_late_call_has_left_a_thread_gets_no_further_call(host, monkeypatch):
+    monkeypatch.setattr(host_pool, "TRIES", 0)  # each call is made alone
+
+    async def play() -> list[Rollout]:
+        async with host("Own", processes=1) as task:
+            return await scored(task, "fine", "hang", "fine")
+
+    before, late, after = go(play())
+    assert late.masked
+    assert (before.reward, after.reward) == (6.0, 6.0)
+    assert before.parts["pid"] != after.parts["pid"]
+
+
+def test_where_descriptors_run_out_a_process_that_is_not_started_keeps_none(host, monkeypatch):
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def play() -> tuple[list[str], list[str]]:
+        async with host("Own", processes=1) as task:
+            before = os.listdir("/proc/self/fd")
+            with monkeypatch.context() as patch:
+                patch.setattr(host_handle.mmap, "mmap", refuses)
+                with pytest.raises(ScorerUnready, match="Too many open files"):
+                    task.pool._new()
+            return before, os.listdir("/proc/self/fd")
+
+    before, after = go(play())
+    assert len(before) == len(after)
 
 
 def test_what_the_class_raises_comes_with_its_line_and_a_task_may_say_that_a_late_or_lost_scorer_is_the_answers_fault(

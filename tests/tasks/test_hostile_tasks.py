@@ -102,6 +102,15 @@ TASKS = f"""
                         time.sleep(1e9)
                     while not (HERE / "started").exists(): pass
                     os._exit(5)
+                case "a daemon, and blocks":
+                    if (child := os.fork()) == 0:
+                        os.setsid()
+                        if os.fork(): os._exit(0)
+                        (HERE / "started").write_text(str(os.getpid()))
+                        time.sleep(1e9)
+                    os.waitpid(child, 0)
+                    while not (HERE / "started").exists(): pass
+                    time.sleep(1e9)
                 case "starts": sleeper()
                 case "starts elsewhere": sleeper(elsewhere=True)
                 case "starts elsewhere and blocks":
@@ -272,6 +281,21 @@ def test_the_end_of_a_process_is_noticed_while_its_fork_holds_its_pipes(host, tm
     ended, soon = go(play())
     assert ended.masked
     assert "the process of Own has ended: exit code 5" in (ended.failure or "")
+    assert soon.reward == 1.0
+
+
+def test_a_process_that_blocks_is_replaced_while_a_daemon_of_it_holds_its_pipes(host, tmp_path):
+    """The daemon is nobody's child and in no group of the process's: it is not found, and lives on."""
+
+    async def play() -> list[Rollout]:
+        async with host("Own", processes=1) as task:
+            try:
+                return [*await scored(task, "a daemon, and blocks"), *await scored(task, "soon")]
+            finally:
+                os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
+
+    late, soon = go(play())
+    assert "ScorerLate: Own took more than task.scoring.timeout" in (late.failure or "")
     assert soon.reward == 1.0
 
 

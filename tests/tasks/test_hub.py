@@ -140,6 +140,10 @@ def test_parquet_is_read_with_columns_inside_of_columns(known, tmp_path):
 @pytest.mark.parametrize(
     ("args", "line"),
     [
+        (
+            {"train_count": 2, "held_out_count": 1, "distinct": True},
+            r"task\.args.*distinct: True has no effect where ",
+        ),
         ({"held_out_count": 3}, r"task\.args\.held_out_count: 3 is not allowed where there are 3 .* up to 2"),
         ({"answer": "reward_model.truth"}, r"task\.args\.answer: 'reward_model\.truth' is not allowed"),
         ({"template": "{promt}"}, r"task\.args\.template\.promt: 'promt' is not allowed; .*nearest .*: prompt"),

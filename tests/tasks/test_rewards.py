@@ -210,3 +210,8 @@ def test_a_reward_with_other_arguments_is_refused_before_the_run(sums, tmp_path,
     (tmp_path / "mine.py").write_text(f"def reward({arguments}):\n    return 1.0\n")
     with pytest.raises(ValueError, match=rf"^task\.args\.reward: .*with text, answer, row, finish_reason: {reason}"):
         sums(reward=f"{tmp_path}/mine.py:reward")
+
+
+@pytest.mark.parametrize("before", ["", "\u0130\u0130 ", "\u017f"])  # in lower case some letters are two
+def test_what_is_before_an_answers_line_does_not_move_it(before):
+    assert find_answer(f"{before}ANSWER: 1\n{before}Answer: **12**\n", "line").answer == "12"

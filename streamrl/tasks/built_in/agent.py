@@ -31,7 +31,7 @@ from streamrl.tasks.environment import (
     check_reward,
 )
 from streamrl.tasks.episodes import NotPlayed, begun, together, unbegun
-from streamrl.tasks.failures import ScorerLate
+from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerRaised, describe
 from streamrl.tasks.host_pool import HostPool
 from streamrl.tasks.host_wire import Call, Task
 from streamrl.tasks.openai_server import MODEL, OpenAIServer
@@ -145,6 +145,8 @@ class Agent(Around):
             done = await self._pool.call(Call(method="function", arguments=[base_url, question]), again=False)
         except ScorerLate as late:
             raise AgentFailed(str(late)) from None
+        except ScorerLost as lost:  # maybe by another call, whatever the task says of its own scorer
+            raise ScorerRaised(describe(lost), masked=True) from lost
         return None if done.value is None else str(done.value)
 
     async def _endpoint(self) -> OpenAIServer:

@@ -121,8 +121,11 @@ class MegatronRLArguments(TaskArguments, AgentArguments):
             "score_processes": self.score_processes,
             "score_timeout": self.score_timeout,
         }
+        source = dict(SOURCES[self.agent])
+        if self.train_count is not None:  # rows by their place, and none of another split
+            source.pop("test_split", None)
         return QuestionsArguments.model_validate(
-            {**SOURCES[self.agent], **{key: value for key, value in given.items() if value is not None}}
+            {**source, **{key: value for key, value in given.items() if value is not None}}
         )
 
     @property

@@ -189,6 +189,8 @@ class Episode:
         self._url = url
         self._timeout = timeout
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        # One is always waited for, however long the policy takes: that answers the server's pings.
+        self._reply: asyncio.Task[aiohttp.WSMessage] | None = None
 
     async def begin(self, options: dict[str, Any]) -> Observed:
         """The first observation, of a session that is waited for. Raises SessionLost, StepRefused, TimeoutError."""
@@ -196,6 +198,7 @@ class Episode:
             while True:
                 try:
                     self._socket = await self._session.ws_connect(self._url, max_msg_size=LARGEST)
+                    self._reply = asyncio.create_task(self._socket.receive())
                     return await self.ask("reset", options)
                 except aiohttp.ClientError as error:
                     raise SessionLost(f"{self._url}: {error}") from None
@@ -208,18 +211,24 @@ class Episode:
     async def ask(self, kind: str, data: dict[str, Any]) -> Observed:
         """Raises SessionLost, StepRefused, TimeoutError."""
         assert self._socket is not None
+        assert self._reply is not None
         async with asyncio.timeout(self._timeout):
             try:
                 await self._socket.send_str(msgspec.json.encode({"type": kind, "data": data}).decode())
-                reply = await self._socket.receive()
+                reply = await self._reply
             except (aiohttp.ClientError, ConnectionError) as error:
                 raise SessionLost(f"{self._url}: {error}") from None
         if reply.type is not aiohttp.WSMsgType.TEXT:
             raise SessionLost(f"{self._url}: the session was closed ({reply.type.name})")
+        self._reply = asyncio.create_task(self._socket.receive())
         return _read(self._url, kind, reply.data)
 
     async def close(self) -> None:
         socket, self._socket = self._socket, None
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.cancel()
+            await asyncio.wait((reply,))
         if socket is not None:
             await socket.close()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -63,6 +63,7 @@ class Episodes(FunctionTask):
             asked = await episode.begin(prompt)
             with _of_user(ValueError):  # an observation that the chat template refuses
                 conversation = _conversation(inference, asked, episode.tools)
+            question = len(conversation.messages)  # of the words that tell of tools, too
             while True:
                 turn = await conversation.generate()
                 if conversation.ended:
@@ -72,19 +73,21 @@ class Episodes(FunctionTask):
                     break
                 with _of_user(ValueError):
                     conversation.add(said)
-            return await self._judge_episode(asked, conversation, episode)
+            return await self._judge_episode(asked, conversation, episode, conversation.messages[question:])
         except UserCodeFailed as failed:
             done = unbegun(inference, prompt) if conversation is None else conversation.completion
             return self.unscored(prompt, done, failed.error)
         finally:
             await episode.end()
 
-    async def _judge_episode(self, prompt: Prompt, conversation: Conversation, episode: Episode) -> Rollout:
+    async def _judge_episode(
+        self, prompt: Prompt, conversation: Conversation, episode: Episode, followed: Sequence[Message]
+    ) -> Rollout:
+        """`followed`: the messages behind the question."""
         completion, last = conversation.completion, conversation.turns[-1]
-        followed = list(conversation.messages[len(prompt.messages or ()) :])
         answer = Answer(
             text=last.text,
-            completion=completion.text if prompt.messages is None else followed,
+            completion=completion.text if prompt.messages is None else list(followed),
             completion_ids=completion.output_ids.tolist(),
             finish_reason=completion.finish_reason,
             environment=episode.environment,

@@ -13,7 +13,12 @@ from streamrl.tasks.tool_calls import FunctionCall, ToolCall
 
 Called = FunctionCall | ToolCall  # a call, or a `ToolCall` whose `error` says in one line why it cannot be read
 
-_DECODER = json.JSONDecoder()
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refused)
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 
 
@@ -41,6 +46,16 @@ def split_tagged(text: str, read: Callable[[str], Called]) -> tuple[str, list[Ca
     return (_TAGGED.sub("", text).strip() if calls else text), calls
 
 
+def as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as they are read again from the wire. Raises TypeError or ValueError for what JSON does not have.
+
+    >>> as_json({"size": (3, 4)})
+    {'size': [3, 4]}
+    """
+    read: dict[str, Any] = _DECODER.decode(json.dumps(values, allow_nan=False))
+    return read
+
+
 def unreadable(reason: str) -> ToolCall:
     """A call that cannot be read; `reason` goes to the model, in one line."""
     return ToolCall("", "", " ".join(reason.split()))
@@ -49,7 +64,7 @@ def unreadable(reason: str) -> ToolCall:
 def of_json(text: str) -> Called:
     """A call as JSON with a `name` and its `arguments`."""
     try:
-        value = json.loads(text)
+        value = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         return unreadable(f"the call is no JSON: {type(error).__name__}")
     return of_value(value)
@@ -67,7 +82,7 @@ def of_arguments(name: str, arguments: Any) -> Called:
     """A call of `name` with arguments as a mapping, or as JSON of one."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = _DECODER.decode(arguments or "{}")
         except (ValueError, RecursionError) as error:
             return unreadable(f"the arguments of {name} are no JSON: {type(error).__name__}")
     if not isinstance(arguments, dict):
@@ -100,6 +115,6 @@ def typed(name: str, key: str, text: str, tools: Sequence[dict[str, Any]]) -> An
             if isinstance(about, dict) and about.get("type") == "string":
                 return text
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return text

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrl.tasks.tool_calls import FunctionCall
-from streamrl.tasks.tool_parsers.base import Called, ToolParser, unreadable
+from streamrl.tasks.tool_parsers.base import Called, ToolParser, as_json, unreadable
 
 _LIST = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(.*\]\s*", re.S)
 _MARKS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
@@ -48,6 +48,7 @@ def _call(node: ast.expr) -> Called:
         return unreadable("a call is name(key=value, ...)")
     name = ast.unparse(node.func)
     try:
-        return FunctionCall(name, {str(each.arg): ast.literal_eval(each.value) for each in node.keywords})
+        values = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+        return FunctionCall(name, as_json(values))
     except (ValueError, TypeError):
-        return unreadable(f"the arguments of {name} must be literals")
+        return unreadable(f"the arguments of {name} must be literals that JSON has")
