@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from benchmarks.suite import this_machine
 from launch import tiny_model
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient
@@ -277,7 +278,9 @@ def main() -> int:
             for row in rows
             for name, speed in (*row["speed"].items(), ("learner as served", row["learner"]))
         ]
-        report = {"benchmark": "mismatch", "repeats": repeats, "samples": SAMPLES, "rows": rows, "ratios": ratios}
+        machine = f"{this_machine().processor}, {this_machine().cores} cores"
+        report = {"benchmark": "mismatch", "machine": machine, "repeats": repeats, "samples": SAMPLES}
+        report |= {"rows": rows, "ratios": ratios}
         options.json.write_text(json.dumps(report) + "\n")
     return 0
 

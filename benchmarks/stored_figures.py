@@ -229,6 +229,33 @@ def _tuned_rows(row: Content) -> Iterator[Row]:
         ]
 
 
+# -- python -m benchmarks.mismatch
+
+
+def of_mismatch(content: Content) -> Iterator[str]:
+    head = ["dtype", "`generate.score`", "tokens", "equal", "mean, nats", "largest", "server's speed", "learner's"]
+    yield markdown(head, _mismatch_rows(content["rows"]), left=2)
+    (apart,) = (row["decode - prefill"] for row in content["rows"] if row["dtype"] == "bfloat16")
+    yield text(
+        f"{content['repeats']} repeats, on {content['machine']}. In bfloat16 decode and prefill of one answer by the "
+        f"same server differ by {apart['mean']:.3g} in the mean, at most by {apart['largest']:.3g}."
+    )
+
+
+def _mismatch_rows(rows: Sequence[Content]) -> Iterator[Row]:
+    for row in rows:
+        of_server = {"decode": "1"} | {way: _ends(found) for way, found in row["speed"].items()}
+        of_learner = {"full_prefill": _ends(row["learner"])}
+        for way, speed in of_server.items():
+            found = row[way]
+            distances = f"{found['equal']:.2%}", f"{found['mean']:.3g}", f"{found['largest']:.3g}"
+            yield [row["dtype"], way, str(found["tokens"]), *distances, speed, of_learner.get(way, "1")]
+
+
+def _ends(found: Content) -> str:
+    return f"{found['median']:.3f} ({found['low']:.3f}..{found['high']:.3f})"
+
+
 def in_words(overrides: Overrides) -> str:
     """What a setting of the grid differs in.
 
@@ -246,6 +273,7 @@ MAKERS: dict[str, Callable[[Content], Iterable[str]]] = {
     "dither": of_dither,
     "release": of_release,
     "tune": of_tune,
+    "mismatch": of_mismatch,
 }
 
 

@@ -15,6 +15,7 @@ from streamrl.config import file as config_file
 from streamrl.config import flags
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import config_path
+from streamrl.observe.unwritten import settle
 from streamrl.replay.segments import JournalDamaged
 from streamrl.sft import parsers as sft
 from streamrl.starter import parsers as starter
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        settle()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

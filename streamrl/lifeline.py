@@ -109,6 +109,20 @@ def kill_group(leader: int) -> None:
         return
 
 
+def exit_text(code: int) -> str:
+    """How a process has ended, in words. `code`: its exit code, or minus the number of a signal.
+
+    >>> exit_text(5), exit_text(-9), exit_text(-35)
+    ('exit code 5', 'signal SIGKILL', 'signal 35')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has a number alone
+        return f"signal {-code}"
+
+
 def end_tree(pid: int, timeout: float, *, include_root: bool = True) -> None:
     """End process `pid` and all its descendants: SIGTERM to the root, `timeout` seconds, SIGKILL to what is left."""
     try:

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from streamrl.config import Config
 from streamrl.device_map import device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.learner_environment import learner_environment
-from streamrl.lifeline import end_tree
+from streamrl.lifeline import end_tree, exit_text
 from streamrl.next_commands import closing_lines, interrupted_line
 from streamrl.observe import events
 from streamrl.observe.console import Console
@@ -105,29 +105,26 @@ class Supervisor:
             return 0
         if (line := resume_line(self.run_folder, self.config.run.steps)) is not None:
             say(f"streamrl: {line}")
-        former = self._listen()
-        exporter = Exporter.of(self.config, self.run_folder)
-        console = Console(self.config, self.run_folder)
-        try:
-            self._start(console)
-            self._watch(console)
-            self._stop(ask=bool(self.interrupts))
-            self._judge()
-        except RoleFailed as failure:
-            self.failure = str(failure)
-            console.close()
-            say(f"streamrl: {failure}")
-            self._stop(ask=True)
-            return failure.code
-        finally:
-            self._kill()
-            console.close()
-            if exporter is not None:
-                exporter.close()
-            for number, handler in former.items():
-                signal.signal(number, handler)
-            self._merge_events()
-        if self.interrupts or self.exited is not None:
+        with contextlib.ExitStack() as ending:  # the last one first, whatever becomes of the others
+            ending.callback(self._merge_events)
+            ending.callback(self._listen_no_more, self._listen())
+            if (exporter := Exporter.of(self.config, self.run_folder)) is not None:
+                ending.callback(exporter.close)
+            console = Console(self.config, self.run_folder)
+            ending.callback(console.close)
+            ending.callback(self._kill)
+            try:
+                self._start(console)
+                self._watch(console)
+                self._stop(ask=bool(self.interrupts))
+                is_complete = self._judge()
+            except RoleFailed as failure:
+                self.failure = str(failure)
+                console.close()
+                say(f"streamrl: {failure}")
+                self._stop(ask=True)
+                return failure.code
+        if not is_complete:
             self._print_how_to_go_on()
             return 130 if self.interrupts else 0
         console.summary()
@@ -213,7 +210,7 @@ class Supervisor:
         word = role.last_word()
         if word is not None and word.code == 2:
             raise RoleFailed(word.reason, code=2)
-        why = f"{role.name} ended with {_exit_text(code)}" + (f": {word.reason}" if word else "")
+        why = f"{role.name} ended with {exit_text(code)}" + (f": {word.reason}" if word else "")
         if role.is_ready() and self._may_restart(role):
             log.warning("%s, and is started again (%d)", why, role.restarts)
             role.start()
@@ -263,17 +260,20 @@ class Supervisor:
         self._blamed |= found
         return bool(new)
 
-    def _judge(self) -> None:
-        """Raise RoleFailed unless the run is complete, or was interrupted and has saved what it had."""
-        if self.interrupts:
-            if self.learner.is_ready() and self.learner.exit_code != 0:
+    def _judge(self) -> bool:
+        """Is the run complete? Raises RoleFailed where it is not, and was neither interrupted nor asked to exit, or has
+        not saved what it had.
+        """
+        if self.interrupts and self.learner.exit_code != 0:
+            if self.learner.is_ready():
                 raise RoleFailed(f"interrupted before a checkpoint was saved; {self._log_tail(self.learner)}")
-            return
-        if self._has_finished() and self.exited is not None:
-            return
+            return False
         done = max((row["step"] for row in read_metrics(self.run_folder)), default=0)
-        if done < self.config.run.steps:
-            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._log_tail(self.learner)}")
+        if done >= self.config.run.steps:  # also where a signal came while the others ended
+            return True
+        if self.interrupts or (self._has_finished() and self.exited is not None):
+            return False
+        raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._log_tail(self.learner)}")
 
     def _stop(self, *, ask: bool) -> None:
         """Wait, `run.stop_timeout` at most, until all roles have ended.
@@ -332,6 +332,10 @@ class Supervisor:
             return {}
         return {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
 
+    def _listen_no_more(self, former: Mapping[signal.Signals, Any]) -> None:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
     def _on_signal(self, number: int, frame: object) -> None:
         self.interrupt()
 
@@ -368,7 +372,3 @@ def _end(roles: Iterable[Role]) -> None:
     for role in roles:
         end_tree(role.pid, timeout=0)
         assert role.exit_code is not None
-
-
-def _exit_text(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

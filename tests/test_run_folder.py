@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from streamrl.api import launching
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
@@ -18,6 +19,7 @@ from streamrl.config.reward_model import RewardModelConfig
 from streamrl.locks import claim
 from streamrl.run_folder import make, prepare
 from streamrl.stream.identity import AnotherRun, run_identity
+from streamrl.tasks.left_out import LeftOut
 from tests.limited_files import limited_files
 from tests.operations_table import GOES_ON, documented
 
@@ -46,6 +48,22 @@ def test_a_second_process_of_a_role_is_refused_after_its_patience(holder, tmp_pa
         claim(tmp_path, "replay-0", timeout=0.3)
     documented("...: another process is ... of this run and does not end; allowed: one of each", str(refused.value), 2)
     os.close(claim(tmp_path, "learner-0", timeout=0.3))  # another role is free
+
+
+def test_a_start_beside_the_roles_of_a_cluster_changes_nothing(model_folders, tmp_path, monkeypatch):
+    """They hold locks of their own; the run's is the one of this command."""
+    monkeypatch.setattr(launching, "_check", lambda *_, **__: LeftOut())
+    run = {"folder": tmp_path, "name": "one", "start_timeout": 0.3}
+    config = Config.model_validate({"run": run, "model": {"path": model_folders[0]}})
+    folder = make(config, fresh=False)
+    (folder / "replay.address").write_text("tcp://127.0.0.1:1")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    lock = claim(folder, "replay-0", 0)
+    other = config.model_copy(update={"generate": config.generate.model_copy(update={"workers": 2})})
+    with pytest.raises(ConfigError, match="another process is replay-0 of this run"), launching.launched(other):
+        pass
+    os.close(lock)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_role_is_free_once_the_process_that_had_it_is_killed(holder, tmp_path):

@@ -17,6 +17,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.observe import console
 from streamrl.observe.events import EventLog, read_events
+from streamrl.observe.unwritten import settle
 from streamrl.role_process import Role
 from streamrl.sft.supervisor import RowsSupervisor
 from streamrl.supervisor import Supervisor
@@ -146,6 +147,32 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_ends_as_it_would(s
         code, folder = supervise(learner=[DONE if stream == "stdout" else DONE | {"steps": 2}])
     assert code == (0 if stream == "stdout" else 1)
     assert (folder / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_run_whose_output_has_no_room_goes_on_and_ends_as_it_would(stream, supervise, monkeypatch):
+    monkeypatch.setattr(console, "LINE_EVERY", 0.1)
+    full = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, stream, full)
+    code, folder = supervise(learner=[DONE if stream == "stdout" else DONE | {"steps": 2}])
+    assert code == (0 if stream == "stdout" else 1)
+    assert (folder / "events.jsonl").exists()
+    settle()
+    full.close()  # it holds nothing back
+
+
+def test_a_signal_while_the_others_end_makes_no_interrupted_run_of_a_complete_one(supervise, monkeypatch, capsys):
+    stop = Supervisor._stop
+
+    def interrupted(supervisor: Supervisor, *, ask: bool) -> None:
+        supervisor.interrupt()
+        stop(supervisor, ask=ask)
+
+    monkeypatch.setattr(Supervisor, "_stop", interrupted)
+    code, _ = supervise(learner=[DONE])
+    said = capsys.readouterr()
+    assert code == 0
+    assert "interrupted" not in said.err
 
 
 def test_a_full_disk_at_the_end_does_not_change_how_the_run_ended(supervise, tmp_path, caplog):

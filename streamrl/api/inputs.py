@@ -23,6 +23,7 @@ from streamrl.config.file import ConfigError
 from streamrl.tasks.functions.loading import PICKLED
 from streamrl.tasks.functions.rewards import RewardFunction, name_of
 from streamrl.tasks.functions.task import NUMBER
+from streamrl.whole_files import drafted, write_whole
 
 if TYPE_CHECKING:
     import datasets
@@ -90,24 +91,33 @@ class Inputs:
         return f"{self._folder / TASK}:Task"
 
     def write(self, folder: Path) -> None:
-        """Write all files."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in self._data.items():
-            if isinstance(data, bytes):
-                (folder / name).write_bytes(data)
-            else:
-                data.to_parquet(folder / name)
-        if self._pickled:
-            (folder / FUNCTIONS).write_bytes(_pickle(self._pickled))
-        if self._task:
-            (folder / TASK).write_text(self._task)
-        (folder / DIGESTS).write_text(json.dumps(self._digests()))
+        """Write all files, each whole or not at all. Raises ConfigError where the disk does not take them."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, data in self._data.items():
+                with drafted(folder / name) as draft:
+                    draft.write_bytes(data) if isinstance(data, bytes) else data.to_parquet(draft)
+            if self._pickled:
+                write_whole(folder / FUNCTIONS, _pickle(self._pickled))
+            if self._task:
+                write_whole(folder / TASK, self._task)
+            write_whole(folder / DIGESTS, json.dumps(self._digests()))
+        except OSError as error:
+            raise ConfigError(
+                f"run.folder: {folder}: {error.strerror}; allowed: a folder that can be written"
+            ) from None
 
     def check(self, folder: Path) -> None:
         """Raise ConfigError where the run in that folder was started with other rows. Functions may have changed."""
         if not (folder / DIGESTS).exists():
             return
-        known = json.loads((folder / DIGESTS).read_text())
+        try:
+            known = json.loads((folder / DIGESTS).read_text())
+        except ValueError:
+            raise ConfigError(
+                f"run.name: {folder / DIGESTS} is damaged; allowed: the same call without that file, fresh=True, or "
+                "another name"
+            ) from None
         for name, digest in self._digests().items():
             if known.get(name, digest) != digest:
                 raise ConfigError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from streamrl import preflight, run_folder
 from streamrl.api.inputs import FOLDER, Inputs
 from streamrl.config import Config, senseless
+from streamrl.locks import await_roles
 from streamrl.model_dtype import with_dtype
 from streamrl.observe.prometheus import check_address
 from streamrl.places import absolute
@@ -39,6 +40,7 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
         check_address(config)
         if inputs is not None and not fresh:
             inputs.check(config.run_folder / FOLDER)
+        await_roles(config.run_folder, config.run.start_timeout)  # else a run of a cluster would lose its address
         folder = run_folder.make(config, fresh=fresh, left_out_prompts=left_out)
         if inputs is not None:
             inputs.write(folder / FOLDER)

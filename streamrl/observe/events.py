@@ -7,6 +7,7 @@ A record is `{"time": ..., "role": ..., "event": ..., **fields}`; a span is two 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import logging
@@ -14,6 +15,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from streamrl.whole_files import drafted
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the records: a field with another meaning makes another format, a new field does not
+
+DISORDER = 256  # records by which the threads of a process may overtake each other
 
 _JSON = json.JSONEncoder(default=str, separators=(",", ":"))
 
@@ -150,10 +154,24 @@ def event_files(run_folder: Path) -> list[Path]:
     return sorted((run_folder / "events").glob("*.jsonl"))
 
 
-def events_by_time(run_folder: Path) -> list[dict[str, Any]]:
-    """The records of all processes of a run; each process's own order is kept at equal times."""
-    records = [record for path in event_files(run_folder) for record in read_events(path)]
-    return sorted(records, key=lambda record: record["time"])
+def events_by_time(run_folder: Path) -> Iterator[dict[str, Any]]:
+    """The records of all processes of a run by their time, each process's in its own order.
+
+    One after another: of a long run no memory holds them all.
+    """
+    for _, _, record in heapq.merge(*map(_timed, event_files(run_folder)), key=itemgetter(0)):
+        yield record
+
+
+def _timed(path: Path) -> Iterator[tuple[float, int, dict[str, Any]]]:
+    """The records of a file with their times and places, in order but for those further apart than DISORDER."""
+    waiting: list[tuple[float, int, dict[str, Any]]] = []
+    for place, record in enumerate(read_events(path)):
+        heapq.heappush(waiting, (record["time"], place, record))
+        if len(waiting) > DISORDER:
+            yield heapq.heappop(waiting)
+    while waiting:
+        yield heapq.heappop(waiting)
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:

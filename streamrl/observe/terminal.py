@@ -1,20 +1,29 @@
-"""What a run prints. Where nobody reads that any more, as behind `| head`, the run goes on in silence."""
+"""What a run prints. Where nobody reads that any more, as behind `| head`, the run goes on in silence; a line for which
+the disk has no room is lost, and the next one is tried.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import suppress
-from typing import IO, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
+from streamrl.observe.unwritten import bear, silence
+
 
 class Terminal(Console):
-    """rich's, without the end of the process where its pipe is broken."""
+    """rich's, without the end of the process where nothing can be written."""
 
     def on_broken_pipe(self) -> None:
-        _silence(self.file)
+        silence(self.file)
+
+    def _check_buffer(self) -> None:  # where rich writes
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            del self._buffer[:]
+            bear(error, self.file)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -22,13 +31,5 @@ def say(text: str, stream: TextIO | None = None) -> None:
     stream = stream or sys.stderr
     try:
         print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        _silence(stream)
-
-
-def _silence(stream: IO[str]) -> None:
-    """What is written to it from now on goes nowhere, what it holds back for the end of the process too."""
-    with suppress(OSError, ValueError):  # it is no file
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+    except OSError as error:
+        bear(error, stream)

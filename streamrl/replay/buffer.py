@@ -300,7 +300,7 @@ class Buffer:
             issued_version=PolicyVersion(required),
             deadline=now + self._lease,
         )
-        self._emit(Issued(ticket=ticket))
+        self._emit(Issued(ticket=ticket, excused=0 if waiting is None else waiting.all_excused))
         self._leases.grant(self._lives[group_id], holder, now)
         return ticket
 

@@ -77,14 +77,14 @@ class Leases:
         """The ticket came to nothing, `excused`: through no fault of its prompt. The time up to its last sign of life
         counts in any case.
         """
-        life.excused += excused
+        life.is_excused = excused
         if life.holder is not None:
             life.spent += max(0.0, life.deadline - self._seconds - life.since)
         self._lives.move(life, LOSE)
 
     def exhaust(self, life: Life) -> None:
         """A group that waits gets no further ticket if it had them often enough, or long enough."""
-        if life.issues - life.excused >= self._max_attempts or life.spent >= self._limit:
+        if life.issues - life.all_excused >= self._max_attempts or life.spent >= self._limit:
             self._lives.move(life, EXHAUST)
             self._lives.emit(EXHAUST, group_id=life.group_id, attempt=life.attempt, issues=life.issues)
 

@@ -47,8 +47,13 @@ class Life(Slot, kw_only=True, gc=False):
     since: float = NEVER  # when the holder got it: seconds, on the service's clock
     deadline: float = NEVER  # of its lease
     spent: float = 0.0  # seconds under former holders
-    excused: int = 0  # tickets that do not count against the prompt
+    is_excused: bool = False  # the newest ticket does not count against the prompt
     frames: Sequence[Any] | None = None  # of the completed group; None where only the journal has them
+
+    @property
+    def all_excused(self) -> int:
+        """Tickets that do not count against the prompt."""
+        return self.excused + self.is_excused
 
     @property
     def recorded(self) -> Phase:

@@ -37,6 +37,7 @@ class Issued(Record, frozen=True, kw_only=True):
     """A ticket is out, for the first time or again."""
 
     ticket: Ticket
+    excused: int = 0  # tickets before it that do not count against the prompt
 
 
 class Completed(Record, frozen=True, kw_only=True):
@@ -149,6 +150,7 @@ class Slot(msgspec.Struct, kw_only=True):
     phase: Phase = Phase.WAITING  # one of WAITING, ISSUED, COMPLETED, CONSUMED
     attempt: int = -1  # of its newest ticket; -1 before the first
     issues: int = 0  # tickets for this prompt
+    excused: int = 0  # of them, those before the newest that do not count against it
     prompts: int = 1  # prompts that this place has had, the present one included
     required: int = 0  # oldest step whose weights may generate it, of its newest ticket
     completed: Completed | None = None

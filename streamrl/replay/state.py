@@ -209,10 +209,11 @@ class State:
         self.lives.move(life, ISSUE)
         if life.completed is not None:  # its frames were lost, which the journal does not say
             self._empty(life)
-            life.issues = life.excused = 0
+            life.issues = 0
         life.task, life.prompt_index, life.out = ticket.task, ticket.prompt_index, ticket
         life.attempt, life.required = ticket.attempt, ticket.issued_version.step
         life.issues += 1
+        life.excused, life.is_excused = record.excused, False
 
     def _open_up_to(self, group_id: int) -> Life | None:
         """Ids are given out one after another, and each takes the next prompt of its task. None: this one is over."""
@@ -240,7 +241,7 @@ class State:
         self.lives.move(life, DROP)
         self._empty(life)
         if not record.same_prompt:
-            life.prompt_index, life.issues, life.excused = record.prompt_index, 0, 0
+            life.prompt_index, life.issues, life.excused, life.is_excused = record.prompt_index, 0, 0, False
             life.prompts += 1
             self.cursors[life.task] += 1
 
@@ -249,7 +250,7 @@ class State:
         self.lives.move(life, REGENERATE)
         self.lives.emit(REGENERATE, group_id=life.group_id, attempt=life.attempt)
         self._empty(life)
-        life.issues = life.excused = 0
+        life.issues, life.excused, life.is_excused = 0, 0, False
 
     def _empty(self, life: Life) -> None:
         """What is kept of its answer is not needed any more."""

@@ -178,9 +178,9 @@ class Door:
             if (begun := time.monotonic()) >= due or self._newcomers >= EVENTS:
                 spent = time.thread_time()
                 self._poll()
-                due = begun + max(LOOK, 10 * (time.thread_time() - spent))
                 if self.connections.is_pressed:
                     give_pages_back()
+                due = begun + max(LOOK, 10 * (time.thread_time() - spent))
             # A peer that is let in is one whose connection is watched, and followed nobody whose events still wait.
             while asked and self.connections.may_come_in and (new < EVENTS or handled - asked[0][0] >= QUEUED):
                 questions.send_multipart(self._answer(asked.popleft()[1]))

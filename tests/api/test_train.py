@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from contextlib import nullcontext
 
 import datasets
@@ -15,7 +16,7 @@ from PIL import Image
 import streamrl
 from launch import tiny_model
 from streamrl.api import train as module
-from streamrl.api.inputs import FUNCTIONS, TASK, Inputs
+from streamrl.api.inputs import DIGESTS, FUNCTIONS, TASK, Inputs
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.tasks.environment import Environment
@@ -320,6 +321,22 @@ def test_what_a_check_of_the_start_finds_is_raised_to_the_caller(refused):
 def test_a_record_of_a_run_loads_again(configured, tmp_path):
     config_file.save(configured("tiny", ROWS, exact).config, tmp_path / "config.yaml")
     assert config_file.load(tmp_path / "config.yaml").task.args["path"].endswith("dataset.jsonl")
+
+
+def test_a_full_disk_leaves_the_inputs_of_a_run_as_they_were(configured, tmp_path, monkeypatch):
+    inputs = configured("tiny", ROWS, lambda text: 1.0)._inputs
+    inputs.write(tmp_path / "inputs")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "inputs").iterdir()}
+    for name in before:
+        draft = tmp_path / "inputs" / f".{name}.{os.getpid()}"
+        draft.symlink_to("/dev/full")
+        with pytest.raises(streamrl.ConfigError, match="No space left on device; allowed: a folder"):
+            inputs.write(tmp_path / "inputs")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "inputs").iterdir()} == before
+    inputs.check(tmp_path / "inputs")
+    (tmp_path / "inputs" / DIGESTS).write_text("")
+    with pytest.raises(streamrl.ConfigError, match=f"{DIGESTS} is damaged; allowed: the same call without that file"):
+        inputs.check(tmp_path / "inputs")
 
 
 @pytest.mark.parametrize("changed", [ROWS[:-1], [{**row, "answer": "b"} for row in ROWS]])

@@ -17,9 +17,10 @@ from streamrl.api import launching
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
-from streamrl.lab.sweep import command, plots, runner
+from streamrl.engine.keys import NO_KEYS
+from streamrl.lab.sweep import command, plots, runner, servers
 from streamrl.lab.sweep.plan import read
-from streamrl.lab.sweep.servers import server_kind
+from streamrl.lab.sweep.servers import SharedServers, server_kind
 from streamrl.observe.events import event_path
 from streamrl.tasks import left_out
 from streamrl.tasks.left_out import LeftOut, OfTask
@@ -284,6 +285,34 @@ def test_runs_share_servers_exactly_where_the_servers_would_be_started_alike():
     assert kind() != kind(learner={"freeze_vision": True})  # they keep the features of images
     assert kind(generate={"attach": ["http://127.0.0.1:1"]}) is None
     assert kind(learner={"lora": {"rank": 4, "publish": "adapter"}}) is None
+
+
+def test_shared_servers_make_room_for_a_run_that_starts_its_own(tmp_path, monkeypatch):
+    """On GPUs a run's own are placed where the shared ones were."""
+    living: set[object] = set()
+
+    class Scripted:
+        exit_code, address = None, "http://127.0.0.1:1"
+
+        def __init__(self, *_: object, **__: object) -> None:
+            living.add(self)
+
+        async def ready(self, *_: object) -> None: ...
+
+        async def stop(self) -> None:
+            living.remove(self)
+
+    monkeypatch.setattr(servers, "Server", Scripted)
+    monkeypatch.setattr(servers, "engine_keys", lambda *_: NO_KEYS)
+    shared = SharedServers(tmp_path)
+    assert shared.addresses(Config()) == [Scripted.address]
+    assert len(living) == 1
+    own = Config.model_validate({"generate": {"speculation": {"algorithm": "ngram"}}})
+    assert shared.addresses(own) == []
+    assert not living
+    assert shared.addresses(Config()) == [Scripted.address]
+    shared.stop()
+    assert not living
 
 
 @pytest.mark.parametrize(

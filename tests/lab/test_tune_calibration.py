@@ -45,6 +45,15 @@ def test_the_users_keys_go_with_those_of_calibration_runs(words: list[str], tmp_
         assert found._load(name, more).learner.optimizer.lr == 1e-12
 
 
+@pytest.mark.parametrize("word", ["run.exit_interval=2", "run.exit_duration=1"])
+def test_calibration_runs_make_all_their_steps_whatever_ends_the_users_run_before(word: str, tmp_path: Path) -> None:
+    found = calibration(config_file.load(None, [word, f"model.path={tmp_path}"]), tmp_path / "runs", word)
+    found.prepare()
+    for name, more in found._wanted():
+        run = found._load(name, more).run
+        assert run.exit_interval is run.exit_duration is None
+
+
 @TWO_CORES
 @pytest.mark.parametrize("words", COLLIDING)
 def test_they_go_with_those_of_a_validation_too(

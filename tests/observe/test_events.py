@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,21 @@ def test_the_merge_is_sorted_by_time_and_complete(tmp_path: Path):
     assert times == sorted(times)
     assert [record["number"] for record in records if record["event"] == "tick"] == list(range(30))
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_the_merge_of_a_long_run_takes_little_memory(tmp_path: Path):
+    folder = tmp_path / "events"
+    folder.mkdir()
+    text = "x" * 500
+    for role in ("a", "b"):
+        lines = (json.dumps({"time": float(n), "role": role, "event": "e", "text": text}) + "\n" for n in range(20_000))
+        (folder / f"{role}.jsonl").write_text("".join(lines))
+    tracemalloc.start()
+    merge(tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20  # of 20 MiB
+    assert (tmp_path / "events.jsonl").stat().st_size > 20 << 20
 
 
 def test_a_full_disk_ends_no_process_that_tells_an_event(tmp_path: Path):

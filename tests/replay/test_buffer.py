@@ -291,6 +291,23 @@ def test_a_ticket_that_a_worker_hands_back_on_its_way_out_does_not_count_against
     assert [ticket.group_id for ticket in buffer.exhausted()] == [0]
 
 
+def test_what_was_handed_back_does_not_count_after_a_restart_of_the_service_either() -> None:
+    """But for the last ticket, of whose end the journal says nothing."""
+    buffer = buffer_of(max_attempts=2)
+    for _ in range(3):
+        buffer.issue("a", NEW, 0.0)
+        buffer.release("a", excused=True)
+    again = make_buffer(Config.model_validate({"replay": {"groups_per_step": 4, "max_attempts": 2, "lease": 10.0}}))
+    again.restore(None, buffer.drain())
+    again.acknowledge(NEW)
+    assert again.expire(0.0) == []
+    assert [ticket.group_id for ticket in again.expire(11.0)] == [0]
+    assert again.exhausted() == []
+    again.issue("b", NEW, 11.0)
+    again.release("b")
+    assert [ticket.group_id for ticket in again.exhausted()] == [0]
+
+
 def test_an_endless_answer_ends_as_placeholders_although_its_worker_lives() -> None:
     buffer = buffer_of(lease=10.0, group_timeout=50.0)
     ticket = buffer.issue("a", NEW, 0.0)

@@ -424,6 +424,26 @@ def test_where_much_is_unread_pages_are_given_back_and_only_there(
     assert min(given) > MESSAGE
 
 
+def test_giving_pages_back_takes_a_tenth_of_a_core_at_most(
+    router: Router, keys: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost, times = 0.05, 5
+    given: list[float] = []
+
+    def burn() -> None:
+        given.append(begun := time.thread_time())
+        while time.thread_time() < begun + cost:
+            pass
+
+    monkeypatch.setattr(door, "give_pages_back", burn)
+    dealer = connect(router.address, STREAM, keys)
+    begun = time.monotonic()
+    for _ in range(3):
+        dealer._socket.send_multipart([bytes(8), bytes(MESSAGE // 2)])
+    until(lambda: len(given) > times)
+    assert time.monotonic() - begun > 10 * cost * times
+
+
 def test_a_door_that_fails_lets_nobody_in_tells_its_reader_and_holds_up_no_end(
     router: Router, keys: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,7 +140,7 @@ def _read(folder: Path) -> _Run:
     rows = list(read_metrics(folder))
     if len(rows) <= WARM_UP + 1:
         raise ConfigError(f"{folder}: {len(rows)} learner steps are too few to calibrate; allowed: above {WARM_UP + 1}")
-    return _Run(folder, config, events_by_time(folder), list(recorded_groups(folder)), rows)
+    return _Run(folder, config, list(events_by_time(folder)), list(recorded_groups(folder)), rows)
 
 
 def _observed(run: _Run) -> Observed:

@@ -40,7 +40,8 @@ RUN_TIMEOUT = 1800.0  # seconds that one run may take
 
 # What all runs have in common besides the run's own configuration.
 SAME = (
-    "generate.workers=1", "generate.pools=[]", "generate.probes=0", "publish.keep_every=0", "observe.console=false",
+    "run.exit_interval=null", "run.exit_duration=null", "generate.workers=1", "generate.pools=[]",
+    "generate.probes=0", "publish.keep_every=0", "observe.console=false",
     "observe.wandb=off", "journal.keep=all", "checkpoint.every=0", "evaluate.every=0",
     "learner.optimizer.lr=1e-12", "learner.optimizer.min_lr=0",
 )  # fmt: skip

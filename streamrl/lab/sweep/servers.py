@@ -45,6 +45,7 @@ class SharedServers:
         """
         kind = server_kind(config)
         if kind is None:
+            self.stop()  # the run's own are placed on the same GPUs
             return []
         if kind != self._kind or any(server.exit_code is not None for server in self._servers):
             self.stop()
