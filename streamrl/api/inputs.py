@@ -104,7 +104,7 @@ class Inputs:
             write_whole(folder / DIGESTS, json.dumps(self._digests()))
         except OSError as error:
             raise ConfigError(
-                f"run.folder: {folder}: {error.strerror}; allowed: a folder that can be written"
+                f"run.folder: {folder}: {error.strerror or error}; allowed: a folder that can be written"
             ) from None
 
     def check(self, folder: Path) -> None:

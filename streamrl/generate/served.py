@@ -94,7 +94,7 @@ class ServedModel:
         self.version = INITIAL
         self._ranks = config.generate.tensor_parallel  # an attached server says how many it has when it is met
         self._failure: ServerFailed | None = None
-        self._had_version = False  # a published one, when it was last asked
+        self._had_version = False  # it has said that it has `version`, or one published before
         self._config = config
         self._keys = key_folder(config, run_folder)
         keys = engine_keys(config, run_folder)
@@ -193,10 +193,10 @@ class ServedModel:
             if misses + 1 == MISSES:
                 raise ServerFailed(f"{self.name} does not answer: {error}") from error
             return misses + 1
-        has_version = info.weight_version not in (UNNAMED, str(INITIAL))
-        if self._had_version and not has_version:
+        is_published = self.version != INITIAL
+        if is_published and self._had_version and info.weight_version in (UNNAMED, str(INITIAL)):
             raise ServerFailed(f"{self.name} was started again: it has weights of its start, not {self.version}")
-        self._had_version = has_version
+        self._had_version = is_published and (self._had_version or info.weight_version == str(self.version))
         return 0
 
     async def sleep(self) -> None:

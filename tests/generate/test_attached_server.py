@@ -32,6 +32,9 @@ def test_one_that_was_started_again_by_whoever_keeps_it_is_lost(fresh_server, mo
         served = ServedModel(Config.model_validate(attached), tmp_path, index=0)
         try:
             await served.start()
+            for name in ("1.0-partial", str(INITIAL)):  # a first load that is refused leaves what was there
+                await served.client.update_weight_version(name, TIMEOUT)
+                assert await served._ask(0) == 0
             watching = asyncio.create_task(served.watch())
             await served.client.update_weight_version("7.0", TIMEOUT)
             served.version = PolicyVersion(7)
