@@ -292,4 +292,9 @@ class CheckpointConfig(Section):
         description="at the end of a run write the model as a Hugging Face folder, RUN/model; adapters: RUN/adapter",
     )
     export_each: bool = Field(False, description="write that inside each checkpoint, too: huggingface/, adapter/")
-    timeout: float = Field(600.0, gt=0, description="seconds that writing one checkpoint may take")
+    timeout: float = Field(
+        600.0,
+        gt=0,
+        description="seconds that writing one checkpoint may take, and that ranks wait for one that reads its files at a "
+        "resume or writes the model",
+    )

@@ -221,7 +221,8 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
     folder, files = checkpoint.folder, checkpoint.files
     by_size = sorted(files, key=lambda name: (-files[name].size, name))
     problems: dict[str, str] = {}
-    for part in ranks.gather(damage(folder, files, by_size[ranks.rank :: ranks.world])):
+    found = damage(folder, files, by_size[ranks.rank :: ranks.world])
+    for part in ranks.gather(found, behind_files=True):
         problems |= part
     lines = {name: f"{folder / name} {text}" for name, text in sorted(problems.items())}
     needed = [line for name, line in lines.items() if Path(name).parent == Path()]

@@ -34,6 +34,7 @@ class Ranks:
     rank: int
     world: int
     control: dist.ProcessGroup  # gloo, for objects and for waiting, on every device
+    files: dist.ProcessGroup  # gloo, for waiting for a rank that reads or writes large files
     shares: tuple[int, ...]  # data-parallel rank of every rank: which share of a batch it trains
 
     @classmethod
@@ -57,9 +58,11 @@ class Ranks:
         device.seed(config.run.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
         control = dist.new_group(backend="gloo", timeout=timeout)
+        for_files = max(timeout, timedelta(seconds=config.checkpoint.timeout))
+        files = dist.new_group(backend="gloo", timeout=for_files)
         shares: list[Any] = [None] * world
         dist.all_gather_object(shares, parallel_state.get_data_parallel_rank(), group=control)
-        return cls(device, rank, world, control, tuple(shares))
+        return cls(device, rank, world, control, files, tuple(shares))
 
     @property
     def layout(self) -> dict[str, int]:
@@ -87,15 +90,19 @@ class Ranks:
         dist.scatter_object_list(box, per_rank, src=0, group=self.control)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """A small object of every rank, by rank, on every rank."""
+    def gather(self, value: Any, *, behind_files: bool = False) -> list[Any]:
+        """A small object of every rank, by rank, on every rank. `behind_files` as in `barrier`."""
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.control)
+        dist.all_gather_object(values, value, group=self._group(behind_files))
         return values
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier(group=self.control)
+    def barrier(self, *, behind_files: bool = False) -> None:
+        """Wait for all ranks; `behind_files`: for one that reads or writes the files of a model, which may take as long
+        as `checkpoint.timeout` says where that is more than `learner.collective_timeout`."""
+        dist.barrier(group=self._group(behind_files))
+
+    def _group(self, behind_files: bool) -> dist.ProcessGroup:
+        return self.files if behind_files else self.control
 
     def stop(self) -> None:
         """Leave the process groups. Safe to call when a peer is gone."""

@@ -348,6 +348,7 @@ class Trainer:
         if self._config.learner.lora.rank:
             base, settings = self._config.model.path, self._config.learner.lora
             lora_folder.save_adapters(self._chunks, adapter, settings, base)
+        self._ranks.barrier(behind_files=True)
 
     def _packing_of(self, *others: Critic | Teacher | None) -> Packing:
         """How rows are made for the policy and what reads them beside it."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from learner_parts import branched, gradients, half_kept, make_batch, weights
 from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from streamrl.config import Config
+from streamrl.learner import checkpoint, huggingface
 from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.logprobs import Targets
@@ -19,6 +24,8 @@ from streamrl.learner.model import build
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import read_shape
 from streamrl.learner.trainer import Trainer
+
+COLLECTIVE = 10.0  # seconds that a collective of `behind_slow_files` may take
 
 
 def dp_gradients(config: Config, run_folder: Path) -> Any:
@@ -91,6 +98,31 @@ def resume(config: Config, run_folder: Path) -> Any:
     return result
 
 
+def behind_slow_files(config: Config, run_folder: Path) -> Any:
+    """What a resume begins with and the model that it writes, where rank 0 is longer at files than a collective may
+    take: the version, and whether there is a model."""
+    trainer = Trainer(config, run_folder)
+    _set_pg_timeout(timedelta(seconds=COLLECTIVE), trainer._ranks.control)
+    if trainer.rank == 0:
+        checkpoint.damage = slowly(checkpoint.damage)
+        huggingface.save_file = slowly(huggingface.save_file)
+    trainer.restore_or_start()
+    trainer.export_model()
+    assert trainer.broadcast("end" if trainer.rank == 0 else None) == "end"
+    trainer.close()
+    return {"version": str(trainer.version), "model": (run_folder / "model" / "model.safetensors").is_file()}
+
+
+def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, later than the other ranks wait in a collective."""
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.2 * COLLECTIVE)
+        return function(*args, **kwargs)
+
+    return late
+
+
 def tensor_parallel(config: Config, run_folder: Path) -> Any:
     """The exported weights of a model cut over two ranks, log-probs of some tokens, and a weight's gradient."""
     ranks = Ranks.start(config)
@@ -113,7 +145,12 @@ def tensor_parallel(config: Config, run_folder: Path) -> Any:
     return result
 
 
-JOBS = {job.__name__: job for job in (dp_gradients, scores, branches, train_three, save_two, resume, tensor_parallel)}
+JOBS = {
+    job.__name__: job
+    for job in (
+        dp_gradients, scores, branches, train_three, save_two, resume, behind_slow_files, tensor_parallel,
+    )
+}  # fmt: skip
 
 
 def main() -> None:

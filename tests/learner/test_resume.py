@@ -222,3 +222,12 @@ def test_two_ranks_sum_their_files_and_fall_back_together(two_ranks: Any, model_
     assert resumed["version"] == "1.1"
     assert all(torch.equal(tensor, saved[1][name]) for name, tensor in resumed["weights"].items())
     assert (root / "step_2.damaged").is_dir()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_the_one_that_reads_and_writes_files_as_long_as_for_a_checkpoint(
+    two_ranks: Any, model_folder: Any, tmp_path: Path
+) -> None:
+    config = make_config(model_folder("qwen2", True), ranks=2)
+    two_ranks("save_two", config, tmp_path / "run")
+    assert two_ranks("behind_slow_files", config, tmp_path / "run") == {"version": "2.1", "model": True}
