@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.observe.mismatch import has_other_weights
+from streamrl.observe.mismatch import has_other_weights, together
 
 Row = Mapping[str, Any]
 
@@ -103,6 +103,10 @@ class Past:
     def mean(self, *names: str) -> float | None:
         """The mean of the metrics' sum over the last WINDOW rows; None where half of the rows do not have it."""
         return _mean(list(self._rows)[-WINDOW:], names)
+
+    def values(self, *names: str) -> list[list[float]] | None:
+        """The metrics of each of the last WINDOW rows that has them all; None where half of the rows do not."""
+        return _values(list(self._rows)[-WINDOW:], names)
 
     def former(self, *names: str) -> float | None:
         """`mean` over the WINDOW rows before those."""
@@ -272,8 +276,11 @@ def _engines(past: Past, shown: bool) -> str | None:
 
 
 def _other_weights(past: Past, shown: bool) -> str | None:
-    slope, error = past.mean("mismatch/slope"), past.mean("mismatch/slope_error")
-    if slope is None or error is None or not has_other_weights(slope, error):
+    slopes = past.values("mismatch/slope", "mismatch/slope_error")
+    if slopes is None:
+        return None
+    slope, error = together([(value, error) for value, error in slopes])
+    if not has_other_weights(slope, error):
         return None
     return f"a server is {slope:.0%} of the way to the weights before those that it reports: it generates with others"
 
@@ -344,12 +351,15 @@ RULES = (
 
 
 def _mean(rows: Sequence[Row], names: Sequence[str]) -> float | None:
-    """Over the rows that have all of `names`; None unless there are WINDOW rows, and half of them have."""
+    values = _values(rows, names)
+    return None if values is None else sum(map(sum, values)) / len(values)
+
+
+def _values(rows: Sequence[Row], names: Sequence[str]) -> list[list[float]] | None:
+    """Of the rows that have all of `names`; None unless there are WINDOW rows, and half of them have."""
     found = [[_number(row, name) for name in names] for row in rows]
-    sums = [sum(each for each in values if each is not None) for values in found if None not in values]
-    if len(rows) < WINDOW or 2 * len(sums) < WINDOW:
-        return None
-    return sum(sums) / len(sums)
+    values = [[each for each in row if each is not None] for row in found if None not in row]
+    return None if len(rows) < WINDOW or 2 * len(values) < WINDOW else values
 
 
 def _number(row: Row, name: str) -> float | None:

@@ -12,6 +12,7 @@ they are not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from streamrl.observe.stamps import BETWEEN, TOLD, Neighbours
 
 LEAST_ANSWERS = 4
 """Whose slope is told: its error is estimated from how the answers differ."""
+
+
+_LEAST_ERROR = 1e-9  # where rounding is none at all, an error is 0
 
 
 class Scores(NamedTuple):
@@ -55,6 +59,22 @@ def mismatch_metrics(answers: Sequence[Scores], limits: Limits, rounding: Limits
     if len(answers) >= LEAST_ANSWERS and (slope := towards.slope()) is not None:
         metrics |= {"mismatch/slope": slope.value, "mismatch/slope_error": slope.error}
     return metrics
+
+
+def together(slopes: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The slope of several versions and its standard error, from the (slope, error) of each, at least one.
+
+    Each counts by the inverse of its variance, so that a version of which little is known hides none of the others.
+    Where they scatter more than their errors explain, the error is larger by that (Birge's ratio).
+
+    >>> [round(each, 2) for each in together([(0.8, 0.1), (0.8, 0.1), (0.2, 10.0)])]
+    [0.8, 0.07]
+    """
+    values, errors = np.array(slopes, np.float64).T
+    weights = 1 / np.maximum(errors, _LEAST_ERROR) ** 2
+    value = float(weights @ values / weights.sum())
+    scatter = float(weights @ (values - value) ** 2) / max(len(values) - 1, 1)
+    return value, math.sqrt(max(scatter, 1.0) / float(weights.sum()))
 
 
 def over(mean: float, limit: float) -> float:

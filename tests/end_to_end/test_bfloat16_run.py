@@ -17,7 +17,7 @@ from streamrl.lab.audit.command import audit
 from streamrl.lab.audit.findings import Findings
 from streamrl.observe.limits import LIMITS, Limits, of_rounding
 from streamrl.observe.metrics import read_metrics
-from streamrl.observe.mismatch import has_other_weights
+from streamrl.observe.mismatch import has_other_weights, together
 from streamrl.places import load_run
 from streamrl.types import PolicyVersion
 
@@ -132,9 +132,7 @@ def test_a_server_that_is_one_version_behind_is_seen_in_the_rows_of_its_run_and_
 def test_at_a_small_learning_rate_the_slope_of_the_rows_sees_such_a_server_and_their_means_do_not(late_run):
     run, behind = late_run(SMALL)
     assert all(row["mismatch/mean"] < row["mismatch/limit"] for row in behind)
-    assert has_other_weights(
-        *(fmean(row[name] for row in behind) for name in ("mismatch/slope", "mismatch/slope_error"))
-    )
+    assert has_other_weights(*together([(row["mismatch/slope"], row["mismatch/slope_error"]) for row in behind]))
     findings = audited(run)
     assert exceeded(findings, findings.limits) == set()
     (problem,) = findings.problems

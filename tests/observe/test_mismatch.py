@@ -9,14 +9,16 @@ import pytest
 
 from streamrl.observe.limits import Limits
 from streamrl.observe.metrics import is_known
-from streamrl.observe.mismatch import LEAST_ANSWERS, Scores, excess, has_other_weights, mismatch_metrics
+from streamrl.observe.mismatch import LEAST_ANSWERS, Scores, excess, has_other_weights, mismatch_metrics, together
 
 LIMITS = Limits(largest=1.0, p99=0.5, mean=0.01)
 
 
-def answers(weights: float, step: float, rounding: float, count: int = 16, tokens: int = 40) -> list[Scores]:
+def answers(
+    weights: float, step: float, rounding: float, count: int = 16, tokens: int = 40, seed: int = 7
+) -> list[Scores]:
     """Of a server that is `weights` of the way to the former ones; a step changes log-probs by `step`."""
-    random = np.random.default_rng(7)
+    random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
         published = -np.abs(random.normal(2, 1, tokens))
@@ -49,6 +51,24 @@ def test_a_step_below_the_rounding_still_tells_former_weights_from_published_one
     assert is_told(former)
     assert 0.3 < published["mismatch/slope"] < 0.5 < former["mismatch/slope"] < 0.7
     assert not is_told(published)
+
+
+def test_the_slope_of_many_versions_is_as_exact_as_that_of_all_their_answers() -> None:
+    for way in (0.0, 1.0):
+        versions = [mismatch_metrics(answers(way, 0.002, 0.004, 8, 60, seed), LIMITS) for seed in range(100)]
+        slopes = [(each["mismatch/slope"], each["mismatch/slope_error"]) for each in versions]
+        slope, error = together(slopes)
+        assert abs(slope - (16 / 36 if way == 0 else 20 / 36)) < 3 * error  # (way d^2 + r^2) / (d^2 + 2 r^2)
+        assert 0.5 < error / (np.std([value for value, _ in slopes]) / math.sqrt(100)) < 2
+        assert has_other_weights(slope, error) == (way == 1)
+        assert sum(map(is_told, versions)) < 10
+
+
+def test_a_version_of_which_nothing_is_known_hides_no_other_and_scatter_makes_the_error_larger() -> None:
+    assert together([(0.8, 0.05)]) == pytest.approx((0.8, 0.05))
+    assert together([(0.8, 0.05), (0.0, math.inf)]) == pytest.approx((0.8, 0.05))
+    assert together([(0.7, 0.01), (0.9, 0.01)]) == pytest.approx((0.8, 0.1))
+    assert together([(0.0, 0.0), (0.0, 0.0)]) == pytest.approx((0, 0), abs=1e-8)
 
 
 def test_a_step_that_changed_nothing_tells_nothing_of_the_weights() -> None:
