@@ -281,14 +281,18 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
     return chosen | given
 
 
+def adapter_places(config: Config) -> int:
+    """Adapters that a server has in memory: one for each version that requests may use at once, one for the base."""
+    return min(MAX_ADAPTERS, math.ceil(config.replay.bound) + 2)
+
+
 def _adapter_arguments(config: Config) -> dict[str, Any]:
     """What a server needs to take the run's adapters in while it generates."""
     chosen = {
         "enable_lora": True,
         "max_lora_rank": config.learner.lora.rank,
         "lora_target_modules": list(config.learner.lora.modules),
-        # One for each version that requests may be using at once, and one for the base weights.
-        "max_loras_per_batch": min(MAX_ADAPTERS, math.ceil(config.replay.bound) + 2),
+        "max_loras_per_batch": adapter_places(config),
     }
     if not has_cuda():
         chosen["lora_backend"] = "torch_native"  # the others are kernels for GPUs

@@ -19,6 +19,7 @@ from streamrl.engine.stand_ins import ABSENT_ON_CPU, install
 from streamrl.learner.te import PACKAGE, te_problem
 
 NEEDED = ("torch", "megatron-core", "sglang", "transformers", "pyzmq", "msgspec", "uvloop", "datasets", "wandb")
+LAYERS = "megatron-core"  # without which nothing can be said of paths
 CUDA_ONLY = ("transformer-engine", "sglang-kernel", "triton", "torchvision")
 
 
@@ -40,7 +41,8 @@ def main() -> int:
     except UnsupportedAcceleratorError as error:
         print(f"REFUSED {error}")
         return 1
-    _print_paths(device)
+    if LAYERS not in missing:
+        _print_paths(device)
     return 1 if missing else 0
 
 

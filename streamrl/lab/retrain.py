@@ -23,6 +23,7 @@ from streamrl.config.file import ConfigError
 from streamrl.engine.hardware import has_cuda
 from streamrl.hub.model import with_local_models
 from streamrl.lab.output import check_new_folder
+from streamrl.lab.sweep.plan import override
 from streamrl.learner.role import run_recorded
 from streamrl.learner_environment import learner_environment
 from streamrl.observe.bars import Bar
@@ -67,7 +68,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
     if "RANK" not in os.environ:
         check_new_folder("--output", output)
     recorded = with_local_models(load_run(run_folder))
-    again = [*changes, f"run.folder={output.absolute().parent}", f"run.name={output.name}"]
+    again = [*changes, override("run.folder", str(output.absolute().parent)), override("run.name", output.name)]
     config = with_local_models(load_run(run_folder, again))
     changed = [key for key in config_file.changed(recorded, config) if key not in OUTPUT]
     _check(run_folder, recorded, config, changed)

@@ -31,6 +31,15 @@ def asked_versions(run_folder: Path) -> frozenset[PolicyVersion] | None:
     return frozenset(PolicyVersion.parse(each["version"]) for each in events if each["event"] == "publish.keep")
 
 
+def newest_start(run_folder: Path) -> int:
+    """The incarnation of the last learner that was ready, by its log, also where it has made no step; 0 without one."""
+    if not event_path(run_folder, "learner").exists():
+        return 0
+    events = role_events(run_folder, "learner")
+    ready = (PolicyVersion.parse(each["version"]) for each in events if each["event"] == "ready")
+    return max((version.incarnation for version in ready), default=0)
+
+
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything in a folder's safetensors, one at a time."""
     for path in sorted(folder.glob("*.safetensors")):

@@ -80,14 +80,21 @@ class Classifier:
 
     @torch.inference_mode()
     def scores(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        """For each sequence the logit of the label, as the model gives it alone: padded on the right, and masked."""
+        """For each sequence the logit of the label, as the model gives it alone: padded on the right, and masked.
+
+        Raises MemoryError where the accelerator has no room for the batch.
+        """
         longest, device = max(map(len, batch)), next(self._model.parameters()).device
         ids = torch.full((len(batch), longest), 0 if self._pad is None else self._pad)
         mask = torch.zeros_like(ids)
         for row, sequence in enumerate(batch):
             ids[row, : len(sequence)] = torch.tensor(sequence)
             mask[row, : len(sequence)] = 1
-        logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        try:
+            logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise MemoryError(str(error)) from None
         found: list[float] = logits[:, self._label].float().cpu().tolist()
         return found
 

@@ -37,6 +37,9 @@ ROLE = "reward-model"
 # Seconds between two looks at whether the run is over, where no supervisor ends the process.
 POLL = 5.0
 
+# Seconds that a reply may still take when the process ends: what waits for a score is asked again elsewhere.
+SHUTDOWN_TIMEOUT = 1.0
+
 # What a forward pass raises for its input: the answer has no score. Anything else ends the process.
 OF_THE_INPUT = (IndexError, ValueError, MemoryError)
 
@@ -123,7 +126,8 @@ class Service:
         """Listen at a free port. Returns the address. Raises OSError."""
         app = web.Application(client_max_size=LARGEST)
         app.router.add_post(PATH, self._answering)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)  # who gives up leaves the queue
+        # Who gives up leaves the queue.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT)
         await runner.setup()
         self._runner = runner
         await web.TCPSite(runner, self._host, 0).start()

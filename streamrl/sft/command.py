@@ -23,7 +23,7 @@ from streamrl.learner.token_rows import HELD_OUT, ROWS, TRAINED, TokenRows
 from streamrl.model_dtype import with_dtype
 from streamrl.places import absolute
 from streamrl.preflight.machine import check_learner_alone, rounding
-from streamrl.preflight.prompts import tokenizer_of
+from streamrl.preflight.prompts import tokenizer_of, unread_variables
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.sft.rows import limit_of, tokenise
 from streamrl.sft.supervisor import RowsSupervisor
@@ -45,7 +45,8 @@ def main(config: Config, given: Path, *, fresh: bool = False) -> int:
     going_on = recorded.exists() and not fresh
     if going_on:
         config = _with_steps(config, TokenRows(recorded / TRAINED))
-    run_folder.check(config, fresh=fresh)
+    if going_on or config.sft.epochs is None:  # how many steps the others have, their rows say: `make` checks them
+        run_folder.check(config, fresh=fresh)
     claim = run_folder.lock(config)
     try:
         with _rows(config, tokenizer, limit, recorded if going_on else None) as (rows, lines):
@@ -53,7 +54,7 @@ def main(config: Config, given: Path, *, fresh: bool = False) -> int:
             folder = run_folder.make(config, fresh=fresh)
             if rows != recorded:
                 rows.rename(folder / ROWS)
-        senseless.warn([*senseless.warnings(config), *rounding(config), *lines])
+        senseless.warn([*senseless.warnings(config), *rounding(config), *unread_variables(tokenizer), *lines])
         return RowsSupervisor(config, folder, given).run()
     finally:
         os.close(claim)
@@ -73,7 +74,7 @@ def _checked(config: Config) -> tuple[ModelShape, Tokenizer]:
         check_learner_alone(config)
     with refusals:
         shape = preflight.check_layout(config)
-        tokenizer = tokenizer_of(config.model.path)
+        tokenizer = tokenizer_of(config.model.path, variables=config.task.chat_template_kwargs)
         check_tokenizer(config.model.path, tokenizer, shape)
     refusals.tell()
     return shape, tokenizer

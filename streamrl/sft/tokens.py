@@ -17,7 +17,7 @@ import numpy as np
 from streamrl.config.sft import SftConfig
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import Message, message_text
-from streamrl.tasks.rows import value_at
+from streamrl.tasks.rows import text_of, value_at
 
 KEY = "sft.data"
 ASSISTANT = "assistant"
@@ -67,10 +67,10 @@ class RowTokens:
         if data.chat:
             turns = self._asked(prompt)
             made.add(self._tokenizer.prompt_ids(turns), trained=False)
-            made.add(self._ended(str(answer), self._end(turns)), trained=True)
+            made.add(self._ended(text_of(answer), self._end(turns)), trained=True)
         elif isinstance(prompt, str):
             made.add(self._tokenizer.prompt_ids(prompt + data.suffix), trained=False)
-            made.add(self._ended(str(answer), self._tokenizer.end_id), trained=True)
+            made.add(self._ended(text_of(answer), self._tokenizer.end_id), trained=True)
         else:
             raise ValueError(f"{data.prompt!r} is no text, as {KEY}.chat=false needs")
         return made
@@ -117,12 +117,19 @@ def _turns(value: Any, column: str) -> list[Message]:
     return [_turn(turn, column) for turn in value]
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("text", None) and isinstance(part.get("text"), str)
+
+
 def _turn(turn: Any, column: str) -> Message:
     """Raises ValueError for what is no turn of text."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise ValueError(f"{column!r} has a turn without a role")
     if turn.get("tool_calls"):
         raise ValueError(f"{column!r} has calls of tools, which are not trained")
-    if not isinstance(turn.get("content"), str | list):
+    content = turn.get("content")
+    if not isinstance(content, str | list):
         raise ValueError(f"{column!r} has a turn without text")
+    if isinstance(content, list) and not all(map(_is_text, content)):
+        raise ValueError(f"{column!r} has a turn with a part that is no text")
     return Message(role=turn["role"], content=message_text(Message(role=turn["role"], content=turn["content"])))

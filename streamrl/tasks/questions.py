@@ -203,11 +203,11 @@ class Questions(Environment):
     def _question(self, row: dict[str, Any], index: int) -> str | tuple[Message, ...]:
         if self._arguments.template is None:
             return asked_of(value_at(row, self._arguments.prompt), index)
-        return _COLUMN.sub(lambda match: _text(value_at(row, match[1])), self._arguments.template)
+        return _COLUMN.sub(lambda match: text_of(value_at(row, match[1])), self._arguments.template)
 
     def _answer(self, row: dict[str, Any]) -> str:
         value = value_at(row, self._arguments.answer)
-        answer = "" if value is None else _text(value)
+        answer = "" if value is None else text_of(value)
         if self._arguments.answer_after is not None:
             answer = answer.rpartition(self._arguments.answer_after)[2].strip()
         return (answers.boxed(answer) or "") if self._arguments.answer_boxed else answer
@@ -226,11 +226,6 @@ class Questions(Environment):
         if self._arguments.system is not None:
             turns.insert(0, Message(role="system", content=self._arguments.system))
         return tuple(turns)
-
-
-def _text(value: Any) -> str:
-    """Of a whole number without a fraction: a column of which one row has a fraction is one of such numbers."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _check_reward(target: str, timeout: float) -> None:

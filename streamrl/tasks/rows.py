@@ -169,6 +169,15 @@ def value_at(row: dict[str, Any], column: str) -> Any:
     return value
 
 
+def text_of(value: Any) -> str:
+    """Of a whole number without a fraction: a column of which one row has a fraction is one of such numbers.
+
+    >>> text_of(5.0), text_of(0.5)
+    ('5', '0.5')
+    """
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
 def _test_rows(arguments: RowsArguments, texts: Sequence[str]) -> datasets.Dataset | None:
     """The rows that are held out from another source than the others; None where there is none."""
     if arguments.test_path is not None:

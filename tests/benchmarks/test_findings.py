@@ -210,7 +210,10 @@ HARDLY = ("weight-none", "weight-sequence", "gamma-0.7", "cap-5", "discount-0.9"
 
 CORRECTIONS: Claims = {
     "Beside the clip, weights hardly act": lambda runs: all(
-        runs.more(point, "reward").within(0.1) and runs.more(point, "reward").holds(0) for point in HARDLY
+        runs.more(point, "reward").within(0.1)
+        and runs.more(point, "reward").holds(0)
+        and abs(0.1 / runs.of("default", "reward").middle - 1 / 6) < 0.01
+        for point in HARDLY
     ),
     "A tight cap may give a little": lambda runs: (
         runs.more("cap-1.2")[0] > 0
@@ -222,6 +225,7 @@ CORRECTIONS: Claims = {
         and 1.2 < 1 + 0.7 ** runs.of("gamma-0.7", "staleness").middle < 1.3  # the cap of its tokens
         and runs.more("gamma-0.7").holds(0)
         and runs.against("cap-1.2", "gamma-0.7")[0] > 0
+        and _misses_as_much(runs.more("cap-1.2").middle / runs.of("default", OVERALL).middle)
     ),
     "A proximal policy that is computed again costs reward": lambda runs: all(
         runs.more(point, "reward")[1] < 0
@@ -256,6 +260,16 @@ CORRECTIONS: Claims = {
 }
 
 
+def _misses_as_much(share: float) -> bool:
+    """Of a gain of `cap-1.2` by that share, under every bound of the first sweep."""
+    others = Runs(read_stored()["staleness"])
+    return all(
+        others.more(at(bound, "cap-1.2")).holds(0)
+        and others.more(at(bound, "cap-1.2"))[1] > share * others.of(at(bound), OVERALL).middle
+        for bound in BOUNDS
+    )
+
+
 def _new(runs: Runs, point: str) -> float:
     """Generated tokens of a trained one."""
     return runs.of(point, "generated").middle / runs.of(point, "trained").middle
@@ -285,7 +299,7 @@ MIXED_AGES: Claims = {
         and runs.of("recompute", "clipped") == (0, 0)
         and runs.of("recompute", "KL").above(runs.of("default", "KL"))
     ),
-    "What bounds the weight of old tokens is ahead of that, with more new data": lambda runs: (
+    "Weights of sequences are ahead of that, with more new data; of `gamma` and `discount` five seeds do not show it": lambda runs: (
         all(
             runs.of("recompute", OVERALL).middle < runs.of(point, OVERALL).middle
             and runs.more(point)[1] < 0
@@ -294,6 +308,9 @@ MIXED_AGES: Claims = {
             for point in ("recompute-gamma-0.7", "recompute-discount-0.9", "recompute-sequence")
         )
         and runs.against("recompute-sequence", "recompute")[0] > 0
+        and all(
+            runs.against(point, "recompute").holds(0) for point in ("recompute-gamma-0.7", "recompute-discount-0.9")
+        )
         and runs.of("recompute-sequence", "staleness").middle < runs.of("recompute", "staleness").middle
     ),
 }
@@ -305,9 +322,6 @@ PRETRAINED: Claims = {
         and runs.more(point, "reward").holds(0)
         and runs.more(point)[1] < runs.of("default", OVERALL).middle / 4 < runs.more(point, "reward")[1]
         for point in ("cap-1.2", SECOND_PASS)
-    ),
-    "A second pass is twice the work": lambda runs: (
-        1.8 * runs.of(SECOND_PASS, "trained").middle < runs.of("default", "trained")[0]
     ),
     "Ages are equal but for a hundredth": lambda runs: all(
         runs.more(point, "staleness").within(runs.of("default", "staleness").middle / 100)
@@ -354,13 +368,14 @@ FRESHNESS: Claims = {
 NEW_GROUPS = (("four-times", "once-8"), ("twice", "once-16"), ("twice-8", "once-4"))  # as many a step, at the least
 
 REUSE: Claims = {
-    "At steps of 32 groups reuse needs less than half of the generated tokens": lambda runs: (
+    "At steps of 32 groups up to four uses need less than half of the generated tokens, up to two need more": lambda runs: (
         runs.times("four-times", "tokens to target")[1] < 0.5
         and runs.times("twice", "tokens to target").middle < 0.65
         and runs.times("twice", "tokens to target").holds(0.65)
+        and runs.times("twice", "tokens to target")[0] > 0.5
         and all(runs.more(point, "reward").holds(0) for point in ("twice", "four-times"))
     ),
-    "So do steps of fewer groups without it, and train less": lambda runs: (
+    "So do steps of 8 groups without it, and train less": lambda runs: (
         all(
             runs.times(once, "tokens to target").overlaps(runs.times(again, "tokens to target"))
             and runs.times(again, "trained to target").above(runs.times(once, "trained to target"))
@@ -397,10 +412,12 @@ SCORING: Claims = {
         runs.of(point, "mismatch").overlaps(runs.of(IN_BFLOAT16[0], "mismatch")) for point in IN_BFLOAT16[1:]
     ),
     "None of it costs reward that five seeds show": lambda runs: all(
-        runs.more(point).holds(0) and runs.more(point).within(0.1)
+        runs.more(point).holds(0)
+        and runs.more(point).within(0.1)
+        and abs(0.1 / runs.of(point, OVERALL).middle - 1 / 4) < 0.03
         for point in (*IN_BFLOAT16[1:], "dtype_float32-prefill", "dtype_float32-full_prefill")
     ),
-    "Between the dtypes no difference shows, and one of a tenth could have been missed": lambda runs: (
+    "Between the dtypes no difference shows, and one as large could have been missed": lambda runs: (
         runs.against(IN_BFLOAT16[0], "dtype_float32-decode").holds(0)
         and not runs.against(IN_BFLOAT16[0], "dtype_float32-decode").within(0.1)
     ),

@@ -149,12 +149,18 @@ def audited(recorded, make_group, tmp_path):
     """`audited(off, unknown, lost, newest, asked)`: what is found where what version v + off drew carries the stamp v.
 
     The kept weights of version `unknown` are no numbers, those of `lost` are not there, and the last start is `newest`.
-    `asked`: versions that the log says were to be kept; without it there is no log.
+    `asked`: versions that the log says were to be kept; without it there is no log. `ready`: with it, that of a start
+    that has made no step.
     """
     config, run, samples = recorded
 
     def find(
-        off: int, unknown: int | None = None, lost: Sequence[int] = (), newest: int = 0, asked: Sequence[int] = ()
+        off: int,
+        unknown: int | None = None,
+        lost: Sequence[int] = (),
+        newest: int = 0,
+        asked: Sequence[int] = (),
+        ready: str | None = None,
     ) -> Findings:
         for folder in ("weights", "journal", "events"):
             shutil.rmtree(tmp_path / folder, ignore_errors=True)
@@ -163,6 +169,8 @@ def audited(recorded, make_group, tmp_path):
             with contextlib.closing(EventLog(event_path(tmp_path, "learner"), "learner-0")) as log:
                 for version in asked:
                     log.emit("publish.keep", phase="begin", version=f"{version}.0")
+                if ready is not None:
+                    log.emit("ready", version=ready)
         shutil.copytree(run / "weights", tmp_path / "weights")
         for version in lost:
             shutil.rmtree(tmp_path / "weights" / f"{version}.0")
@@ -224,8 +232,8 @@ def test_where_a_step_changes_less_than_rounding_the_slope_alone_finds_them(audi
 
 
 def test_weights_that_should_have_been_kept_are_missed_also_those_of_a_former_start(audited):
-    def missed(lost: Sequence[int], newest: int, asked: Sequence[int] = ()) -> list[str]:
-        found = audited(0, lost=lost, newest=newest, asked=asked).problems
+    def missed(lost: Sequence[int], newest: int, asked: Sequence[int] = (), ready: str | None = None) -> list[str]:
+        found = audited(0, lost=lost, newest=newest, asked=asked, ready=ready).problems
         return [problem for problem in found if "are not kept" in problem]
 
     told = "version 2.0 is stamped on tokens, but its weights are not kept"
@@ -233,6 +241,7 @@ def test_weights_that_should_have_been_kept_are_missed_also_those_of_a_former_st
     assert missed([1, 3], newest=1, asked=(0, 2, 4)) == []  # before the run was resumed with every one
     assert missed([1, 2, 3], newest=1, asked=(0, 2, 4)) == [told]
     assert len(missed([1, 3], newest=0, asked=(0, 2, 4))) == 2
+    assert missed([1, 3], newest=0, asked=(0, 2, 4), ready=f"{STEPS}.1") == []  # the resumed one has made no step
 
 
 def test_kept_weights_that_are_no_numbers_are_found_and_loosen_no_limit(audited):

@@ -46,6 +46,31 @@ def test_half_an_installation_of_transformer_engine_is_one_line(tmp_path, part, 
     assert "Traceback" not in errors
 
 
+WITHOUT_MEGATRON = """
+import sys
+from importlib import metadata
+
+version = metadata.version
+
+
+def missing(name):
+    if name == "megatron-core":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+
+
+metadata.version = missing
+sys.modules["megatron"] = None
+"""
+
+
+def test_without_megatron_core_it_says_what_to_install(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MEGATRON)
+    code, output, errors = doctor(tmp_path, Path.cwd())
+    assert (code, errors) == (1, "")
+    assert "MISSING megatron-core: make venv, or pip install" in output
+
+
 @pytest.mark.slow
 def test_a_whole_installation_says_which_paths_a_run_takes():
     code, output, _ = doctor(Path.cwd())

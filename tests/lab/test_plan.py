@@ -150,6 +150,7 @@ def test_a_machine_without_gpus_has_everything_on_one_host():
     ("name", "overrides", "machines", "text"),
     [
         (QWEN, ["learner.layout.tensor=2"], H100, "what would fit: learner."),
+        (QWEN, ["learner.layout.tensor=2", "run.steps=null", "run.epochs=2"], H100, "what would fit: learner."),
         (QWEN, ["learner.tokens_per_micro_batch=8192"], H100, "allowed: at least 11486"),
         (QWEN, ["generate.sampling.max_new_tokens=11999"], H100, "in a context of 11999 tokens; allowed: up to 11485"),
         (QWEN, ["generate.server_args.context_length=200000"], H100, "max_position_embeddings=131072"),

@@ -190,6 +190,28 @@ def test_adapters_alone_have_gradients_and_an_optimizer():
     assert rank.host_reference == 0  # the model without its adapters
 
 
+def test_a_server_holds_an_adapter_for_each_version_in_use_and_a_rank_its_part_of_each():
+    published = ("learner.lora.publish=adapter", "generate.tensor_parallel=2")
+
+    def weights(*overrides: str) -> int:
+        config, shape = recipe(LORA, *published, *overrides)
+        (pool,) = pools(config, shape, H100)
+        return pool.weights
+
+    _, shape = recipe(LORA)
+    # of a layer: what is cut in two is B of q, k, v, gate and up, and A of o and down
+    hidden, heads, groups, ffn = 2048, 16 * 128, 2 * 128, 11008
+    whole = 3 * hidden + 2 * hidden + hidden + hidden
+    cut = heads + 2 * groups + 2 * ffn + heads + ffn
+    part = 36 * 64 * (whole + cut // 2)
+    bounds = {bound: weights(f"replay.max_staleness={bound}") for bound in (0, 1, 2, 30)}
+    item = 2  # bfloat16
+    assert bounds[0] == item * (of_server_rank(shape, 2) + 2 * part)
+    assert [bounds[bound] - bounds[0] for bound in (1, 2, 30)] == [item * part, 2 * item * part, 6 * item * part]
+    given = weights("replay.max_staleness=0", "generate.server_args.max_loras_per_batch=5")
+    assert given - bounds[0] == 3 * item * part
+
+
 def test_the_reference_policy_is_in_the_hosts_memory():
     config, shape = recipe("verl/qwen3-8b-gsm8k")
     rank = fullest_rank(config, shape, H100)

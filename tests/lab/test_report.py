@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from streamrl import cli
+from streamrl.config.algo import AlgoConfig
 from streamrl.lab.report import command, curves, groups, samples, settings, time_use
 from streamrl.lab.report.groups import read_groups
 from streamrl.lab.report.notes import Notes
@@ -205,6 +206,23 @@ def test_shown_answers_are_few_spread_over_training_from_best_to_worst(
         assert (answers[0].sample.reward, answers[-1].sample.reward, len(answers)) == (1.0, 0.0, samples.SAMPLES)
         assert answers[0].advantage == pytest.approx(-answers[-1].advantage, abs=1e-6)
         assert answers[0].advantage > 1
+
+
+@pytest.mark.parametrize(
+    "algo",
+    [
+        {"advantage": {"estimator": "gae"}},
+        {"distillation": {"teacher": "teacher", "rewards": False}, "kl": 0.0},
+    ],
+    ids=["critic", "teacher"],
+)
+def test_answers_whose_tokens_have_advantages_of_their_own_have_none_of_their_group(run: Run, algo: Any) -> None:
+    config = run.config.model_copy(update={"algo": AlgoConfig.model_validate(algo)})
+    own = dataclasses.replace(run, config=config)
+    shown = samples.choose(own, read_groups(own))
+    assert {each.advantage for each in shown} == {None}
+    described = samples.describe(own, shown, "")["steps"]
+    assert {answer["advantage"] for step in described for answer in step["answers"]} == {None}
 
 
 def test_rewards_are_shown_as_trained_where_the_kl_took_something_off(run: Run, tmp_path: Path) -> None:

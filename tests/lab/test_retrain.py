@@ -18,6 +18,7 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
+from streamrl.lab import retrain
 from streamrl.lab.audit.command import audit
 from streamrl.lab.retrain import caveats
 from streamrl.learner.trainer import Trainer
@@ -86,6 +87,16 @@ def kept(recorded, tmp_path_factory) -> Path:
     shutil.copytree(folder.parent / "first" / "model", folder / "weights" / f"{STEPS}.0")
     shutil.copy(folder.parent / "first" / "metrics.jsonl", folder)
     return folder
+
+
+@pytest.mark.parametrize("name", ["2", "2026.10", "true", "null", "a #b: c"])
+def test_the_folder_may_have_any_name(name, recorded, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(retrain, "_check", lambda run, before, config, changed: seen.append(config))
+    monkeypatch.setattr(retrain.preflight, "check_layout", lambda *_: pytest.fail("enough is seen"))
+    with pytest.raises(pytest.fail.Exception):
+        _retrain(recorded, tmp_path / "parent: #1" / name)
+    assert [(config.run.name, config.run.folder) for config in seen] == [(name, tmp_path / "parent: #1")]
 
 
 def test_without_a_change_of_meaning_the_weights_are_equal_bit_for_bit(kept, tmp_path, capsys):

@@ -41,7 +41,9 @@ def config(steps: int = 20, workers: int = 1, **replay: Any) -> Config:
         publish |= {"transport": "memory", "at_once": at_once}
     placement = replay.pop("placement", "separate")
     publish |= {"interruption": replay.pop("interruption", "retract")}
-    generate = {"group_size": 4, "groups_in_flight": in_flight, "workers": workers}
+    generate = {
+        "group_size": 4, "groups_in_flight": in_flight, "workers": workers, "servers": replay.pop("servers", 1)
+    }  # fmt: skip
     return Config.model_validate(
         {
             "run": {"steps": steps, "placement": placement},
@@ -202,6 +204,31 @@ def test_as_many_servers_get_a_version_at_once_as_the_configuration_says(
     circle.run()
     ends = {round(update["time"], 6) for update in circle.updates if update["version"] == "1.0"}
     assert len(ends) == times
+
+
+def test_those_that_are_left_get_a_version_when_all_have_it_that_got_it_at_once() -> None:
+    given = config(12, workers=4, max_staleness=2, at_once=2, interruption="drain")
+    circle = Circle(given, model(update=Line(0.5, 0.0)))
+    circle.run()
+    begun = []  # when each server has nothing in flight any more, and when it has the version
+    for update in circle.updates:
+        if update["version"] == "1.0":
+            begun.append((update["time"] - update["seconds"], update["time"]))
+    (first, _), (second, has_it), (third, _), _ = sorted(begun)
+    assert second > first  # they drain for unlike times
+    assert third >= has_it
+
+
+@pytest.mark.parametrize("in_flight", [1, 3, 4, 6, 9])
+def test_servers_of_a_worker_have_its_groups_in_flight_among_them(in_flight: int) -> None:
+    circle = Circle(config(servers=4, in_flight=in_flight, max_staleness=8), model())
+    circle.run()
+    changes = [(group.started, 1) for group in circle.groups] + [(group.finished, -1) for group in circle.groups]
+    now = most = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    assert most == in_flight
 
 
 def test_heartbeats_keep_tickets_for_longer_than_a_lease() -> None:

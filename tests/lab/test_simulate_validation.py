@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.simulate import validation
 from streamrl.lab.simulate.figures import figures
+from streamrl.lab.simulate.on_cores import RunEndedError
 from streamrl.lab.simulate.validation import Compared, fewer, settings
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
@@ -81,6 +85,28 @@ def test_what_could_not_be_compared_is_refused_before_anything_is_started(
     path = f"model.path={model_folders[0]}"
     assert cli.main(["simulate", "configs/quickstart.yaml", path, *words, "--validate"]) == 2
     assert capsys.readouterr().err.startswith(f"streamrl: {line}")
+
+
+@TWO_CORES
+def test_each_run_has_its_own_length_and_way_to_the_server(
+    model_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(path: Path, *others: Any) -> None:
+        raise RunEndedError(config_file.load(path, others[-1]).model_dump_json())
+
+    server = SimpleNamespace(address="http://127.0.0.1:2", pid=os.getpid())
+    monkeypatch.setattr(validation, "serving", lambda *_: nullcontext(server))
+    monkeypatch.setattr(validation, "pin", lambda *_: None)
+    monkeypatch.setattr(validation, "_measure", measured)
+    monkeypatch.setattr(validation.preflight, "check", lambda *_: None)  # nobody listens there
+    file = tmp_path / "settings.yaml"
+    attached = "attach: ['http://127.0.0.1:1'], router: 'http://127.0.0.1:3'"
+    file.write_text(f"run: {{epochs: 2}}\nmodel: {{path: {model_folders[0]}}}\ngenerate: {{{attached}}}\n")
+    with pytest.raises(RunEndedError) as ended:
+        validation.validate(file, (), 1)
+    config = Config.model_validate_json(str(ended.value))
+    assert (config.run.epochs, config.run.steps) == (None, validation.STEPS)
+    assert (config.generate.router, [str(each) for each in config.generate.attach]) == (None, [server.address])
 
 
 @pytest.mark.parametrize(

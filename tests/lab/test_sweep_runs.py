@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -56,6 +57,22 @@ def test_done_runs_are_passed_over_a_failed_one_is_told_and_run_again(make_sweep
     assert second.runs == ["max_staleness_2-seed1"]
     assert run(file, third := Trained()) == []
     assert third.runs == []
+
+
+def test_a_file_that_cannot_be_written_fails_its_run_alone(make_sweep, tmp_path, monkeypatch, capsys):
+    file = make_sweep(seeds=[1, 2])
+    log = tmp_path / "sweeps" / "mine" / "logs" / "base-seed1.log"
+    log.mkdir(parents=True)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(runner, "write_whole", full)
+    assert run(file, trained := Trained()) == ["base-seed1"]
+    assert trained.runs == ["base-seed2"]
+    said = capsys.readouterr().out
+    assert f"base-seed1: FAILED: {log}: Is a directory\n" in said
+    assert f"{tmp_path / 'sweeps' / 'mine' / 'seconds.json'} cannot be written: No space left on device\n" in said
 
 
 def test_fresh_keeps_the_former_sweep_and_starts_a_new_one_and_failed_runs_make_the_exit_code_1(

@@ -179,6 +179,22 @@ def test_by_sample_requests_are_what_is_in_flight_and_a_lag_is_taken_away() -> N
     assert found.loaded(half) is not None
 
 
+def test_the_configured_setting_with_a_lag_is_the_configuration_itself() -> None:
+    words = ("generate.lag=0", "replay.groups_per_step=4", "generate.workers=3")
+    found = space(*words)
+    assert (found.configured.in_flight, found.overrides(found.configured)) == (4, ())
+    assert found.loaded(found.configured) == config_file.load(None, words)
+    lagging = space("generate.lag=-0.5", "replay.groups_per_step=4", devices=Devices("cores", 8))
+    assert lagging.splits == space("replay.groups_per_step=4", devices=Devices("cores", 8)).splits
+
+
+def test_fewer_may_be_in_flight_than_the_configuration_begins_with() -> None:
+    found = space(*SMALL, "generate.least_in_flight=16")
+    fresh = changed(found.configured, bound=0, in_flight=4)
+    assert found.overrides(fresh)[-2:] == ("generate.groups_in_flight=4", "generate.least_in_flight=4")
+    assert found.loaded(fresh) is not None
+
+
 def test_no_setting_has_far_more_in_flight_than_any_calibration() -> None:
     few = space(*SMALL, oldest=8, seen=4)
     assert max(setting.in_flight for setting in settings(few) if setting != few.configured) == 16  # the configured one

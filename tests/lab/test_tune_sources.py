@@ -109,6 +109,14 @@ def test_the_written_file_trains_what_the_printed_command_does(tmp_path: Path) -
         assert ("base: " in written.read_text()) is not whole
 
 
+def test_the_whole_configuration_is_written_where_two_files_would_be_refused_together(tmp_path: Path) -> None:
+    settings, written = tmp_path / "settings.yaml", tmp_path / "tuned.yaml"
+    settings.write_text("generate: {lag: 1}\n")
+    given, chosen = "generate={groups_in_flight: 8}", ("replay.max_staleness=1",)
+    command.write(written, Source(settings, (given,)), chosen)
+    assert config_file.load(written) == config_file.load(settings, [given, "run.name=run-tuned", *chosen])
+
+
 @pytest.mark.parametrize("file", ["tuned.yaml", "new.yaml"])
 def test_a_choice_of_before_is_written_over(files: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "settings.yaml", "-o", file]) == 2

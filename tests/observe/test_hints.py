@@ -118,6 +118,29 @@ def test_a_server_that_computes_otherwise_or_has_other_weights_is_told() -> None
     assert [hint.rule.name for hint in hints_of(unknown)] == ["other_weights"]
 
 
+@pytest.mark.parametrize("every", [1, 4, 9])
+def test_what_is_measured_once_a_version_is_judged_over_as_many_versions(every: int) -> None:
+    for name, metrics in (
+        ("mismatch", {FRESH: 0.06}),
+        ("engines", {"mismatch/mean": 0.02, "mismatch/limit": 0.01}),
+        ("other_weights", {"mismatch/slope": 1.0, "mismatch/slope_error": 0.05}),
+    ):
+        well = {key: (0.001 if key in (FRESH, "mismatch/mean", "mismatch/slope") else metrics[key]) for key in metrics}
+        stretches = [metrics if stretch == 1 else well for stretch in range(3) for _ in range(20 * every)]
+        rows = [
+            {"step": step, **WELL, **({FRESH: None} if step % every else {}), **({} if step % every else measured)}
+            for step, measured in enumerate(stretches, 1)
+        ]
+        told_at, over_at = (step for step, _ in Hints(rows).lines)
+        assert [hint.rule.name for hint in hints_of(rows)] == [name]
+        assert 20 * every < told_at <= 40 * every < over_at
+
+
+def test_what_nobody_measures_any_more_is_no_trouble_any_more() -> None:
+    trouble = {"mismatch/slope": 1.0, "mismatch/slope_error": 0.05}
+    assert [hint.end is not None for hint in hints_of(course({}, trouble, {}))] == [True]
+
+
 def test_answers_that_are_cut_are_told_unless_the_model_learns_to_end_them() -> None:
     documented("...% of the answers are cut at the length limit...", told("cut", length__cut=0.5), GOES_ON)
     falling = [row | {"length/cut": 0.9 * 0.95 ** row["step"]} for row in course({}, {})]

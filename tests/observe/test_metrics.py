@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from streamrl.algo.diagnostics import BUCKETS
 from streamrl.config import Config
@@ -175,6 +178,29 @@ def test_tensorboard_is_written_and_a_resume_hides_the_later_steps(tmp_path):
     scalars = read.Scalars("reward/mean")
     assert [scalar.step for scalar in scalars] == [1, 2, 3, 4, 5, 6, 7]
     assert scalars[-1].value == pytest.approx(0.7)
+
+
+def test_tensorboard_lacks_the_rows_for_which_the_disk_had_no_room(tmp_path, monkeypatch, caplog):
+    full = False
+    write = RecordWriter.write
+
+    def written(self, data: bytes) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", written)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the library's own thread
+    writer = MetricsWriter(tmp_path, open_sinks(Config.model_validate({"observe": {"tensorboard": True}}), tmp_path))
+    for step in range(1, 7):
+        full = step in (3, 4)
+        writer.write(row(step))
+    writer.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert {scalar.step for scalar in read.Scalars("reward/mean")} >= {1, 2, 5, 6}
+    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [record.message.count("rows are left out") for record in caplog.records] == [1]
 
 
 def test_without_sinks_nothing_is_opened(tmp_path):

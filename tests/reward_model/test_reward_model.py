@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from aiohttp import web
+from aiohttp import ClientError, ClientSession, web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -123,6 +123,49 @@ def test_an_answer_that_is_too_long_has_a_reason_and_the_others_a_score(folder, 
     long, short = asyncio.run(through_service(config, tmp_path, Classifier(config.reward_model), call))
     assert "62 tokens" in long
     assert math.isfinite(short)
+
+
+def test_an_answer_for_which_the_accelerator_has_no_room_has_a_reason_and_the_others_a_score(folder, tmp_path):
+    config = config_of(folder, chat_template=False)
+    model = Classifier(config.reward_model)
+
+    def without_room(_, args, given) -> None:
+        if given["input_ids"].shape[1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model._model.register_forward_pre_hook(without_room, with_kwargs=True)
+    call = lambda models: models.scores(Prompt(index=0, text="ab"), ["a" * 60, "b"])  # noqa: E731
+    long, short = asyncio.run(through_service(config, tmp_path, model, call))
+    assert "MemoryError: CUDA out of memory" in long
+    assert math.isfinite(short)
+
+
+class Failing:
+    """A model that fails for no input's sake."""
+
+    longest, most = 100, None
+
+    def ids(self, ask: Ask) -> list[list[int]]:
+        return [[1] for _ in ask.answers]
+
+    def scores(self, batch: list[list[int]]) -> list[float]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_model_that_has_failed_keeps_no_call_waiting_for_its_end(folder, tmp_path):
+    async def go() -> None:
+        events = EventLog(tmp_path / "events" / "reward-model-0.jsonl", "reward-model-0")
+        service = Service(config_of(folder), Failing(), "token", events)
+        address = await service.start()
+        async with ClientSession(headers={"Authorization": "Bearer token"}) as session:
+            asked = asyncio.create_task(session.post(address + PATH, data=msgspec.json.encode(ask_of(1))))
+            await service.failed.wait()
+            await asyncio.wait_for(service.close(), 30)  # aiohttp itself would wait for a minute
+            with pytest.raises(ClientError):
+                await asked
+        events.close()
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from launch import tiny_model
 from streamrl import cli
@@ -19,8 +22,10 @@ from streamrl.generate.tokenizer import Tokenizer
 from streamrl.learner.row_batches import RowBatches, held_out
 from streamrl.learner.token_rows import HELD_OUT, ROWS, TRAINED, TokenRows, write
 from streamrl.places import absolute, train_again
+from streamrl.sft import command
 from streamrl.sft.command import _rows, supervised
 from streamrl.sft.rows import tokenise
+from streamrl.tasks.environment import Message
 
 LETTERS = "abcdefgh"
 
@@ -174,6 +179,39 @@ def test_the_record_of_a_run_is_that_of_rows_and_train_refuses_it_as_sft_refuses
         "algo.loss: streamrl.algo.cross_entropy:CrossEntropy trains the rows of `streamrl sft`"
         in capsys.readouterr().err
     )
+
+
+def test_prompts_are_rendered_with_the_variables_that_a_run_of_train_gives_its_template(tmp_path):
+    tiny_model.make(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'h' if thinking else 'g' }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    prompts = []
+    for thinking in (True, False):
+        task = {"chat_template_kwargs": {"thinking": thinking}}
+        config = Config.model_validate({"model": {"path": tmp_path / "model"}, "task": task})
+        _, made = command._checked(supervised(absolute(config)))
+        prompts.append(made.prompt_ids([Message(role="user", content="a")]).tolist())
+        assert made.unread_variables == []
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ah", "ag")]
+    assert prompts == expected
+
+
+def test_a_run_that_was_killed_before_it_had_its_rows_begins_again(rows, tmp_path, monkeypatch):
+    tiny_model.make(tmp_path / "model")
+    begun = []
+    monkeypatch.setattr(
+        command, "RowsSupervisor", lambda config, *_: begun.append(config.run.steps) or SimpleNamespace(run=lambda: 0)
+    )
+    words = [
+        f"model.path={tmp_path / 'model'}", f"run.folder={tmp_path / 'runs'}", "run.name=mine", "run.steps=null",
+        f"sft.data.path={rows}", "sft.data.chat=false", f"sft.data.cache={tmp_path / 'cache'}", "sft.epochs=2",
+        "sft.batch=4", "learner.optimizer.decay=cosine",
+    ]  # fmt: skip
+    assert cli.main(["sft", "configs/quickstart.yaml", *words]) == 0
+    shutil.rmtree(tmp_path / "runs" / "mine" / ROWS)
+    assert cli.main(["sft", "configs/quickstart.yaml", *words]) == 0
+    assert begun == [4, 4]  # of 8 rows
 
 
 @pytest.mark.parametrize(("every", "refused"), [(1, True), (0, False)])

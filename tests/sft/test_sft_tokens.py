@@ -52,6 +52,17 @@ def test_a_prompt_goes_through_the_template_and_an_answer_ends_as_the_template_e
     assert made(folder, row, **columns, system="d", suffix="a")[0] == [D, A, B, A, ASK, C, D, H]
     asked = {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "answer": 7}
     assert made(folder, asked)[0] == [A, B, ASK, H]  # the tiny tokenizer knows no digit
+    parts = [{"type": "text", "text": "a"}, {"text": "b", "type": None}]
+    assert made(folder, {"prompt": [{"role": "user", "content": parts}], "answer": "c"})[0] == [A, B, ASK, C, H]
+
+
+def test_a_whole_number_is_answered_without_a_fraction(folder, monkeypatch):
+    answered = []
+    monkeypatch.setattr(Tokenizer, "plain_ids", lambda _, text: answered.append(text) or np.zeros(1, np.int32))
+    for chat in (True, False):
+        for answer in (5.0, 0.5, 7):  # a column of which one row has a fraction
+            made(folder, {"prompt": "a", "answer": answer}, chat=chat)
+    assert answered == ["5", "0.5", "7"] * 2
 
 
 def test_each_turn_of_the_assistant_is_trained_and_what_is_between_two_is_not(folder):
@@ -74,6 +85,9 @@ def test_each_turn_of_the_assistant_is_trained_and_what_is_between_two_is_not(fo
         ({"m": [{"role": "user", "content": "a"}]}, {"messages": "m"}, "no turn of the assistant behind another"),
         ({"m": [{"role": "user", "content": None}]}, {"messages": "m"}, "a turn without text"),
         ({"m": [{"content": "a"}]}, {"messages": "m"}, "a turn without a role"),
+        ({"m": [{"role": "user", "content": ["a"]}]}, {"messages": "m"}, "a part that is no text"),
+        ({"m": [{"role": "user", "content": [{"type": "image"}]}]}, {"messages": "m"}, "a part that is no text"),
+        ({"prompt": [{"role": "user", "content": [None]}], "answer": "a"}, {}, "a part that is no text"),
         ({"m": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, {"messages": "m"}, "calls of tools"),
     ],
 )

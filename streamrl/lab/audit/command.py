@@ -30,7 +30,7 @@ from streamrl.observe.stamps import Neighbours
 from streamrl.places import load_run
 from streamrl.preflight.model import check_folder
 from streamrl.recorded.journal import JournalDamaged, batches, has_deleted
-from streamrl.recorded.weights import asked_versions, kept_versions
+from streamrl.recorded.weights import asked_versions, kept_versions, newest_start
 from streamrl.replay.orders import make_order
 from streamrl.types import Batch, PolicyVersion
 
@@ -71,7 +71,8 @@ def audit(run_folder: Path, config: Config, tolerance: float | None = None) -> F
         found = unmeasured(run_folder / "journal", config.replay, whole=findings.first == 0)
         findings.problems += [problem for problem in found if problem not in findings.problems]
     _check_metrics(run_folder, findings)
-    check_versions(kept, tokens, config, findings, newest=history.newest, asked=asked_versions(run_folder))
+    newest = max(history.newest, newest_start(run_folder))  # whose configuration is the run folder's
+    check_versions(kept, tokens, config, findings, newest=newest, asked=asked_versions(run_folder))
     findings.limits = derived(limits_of(config), of_rounding(findings.rounded), tolerance)
     _check_differences(findings, findings.limits)
     if config.generate.quantization is None:  # what quantising takes away may be the very step

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from streamrl.config import Config
-from streamrl.config.file import ConfigError, value_at
+from streamrl.config.file import ConfigError, as_tree, value_at
 from streamrl.config.generate import GenerateConfig
 from streamrl.lab.plan.generators import Pool, longest_sequence, pool_of
 from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
@@ -170,7 +170,7 @@ def _shorter_rows(config: Config, shape: ModelShape, machines: Machines) -> list
 
 def _with(config: Config, changes: dict[str, Any]) -> Config | None:
     """The configuration with these keys; None where they do not go together."""
-    tree = config.model_dump(mode="json")
+    tree = as_tree(config)
     for key, value in changes.items():
         *parents, last = key.split(".")
         section = tree

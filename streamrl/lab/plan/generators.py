@@ -21,10 +21,10 @@ from streamrl.config import Config
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.in_flight import most_requests, tickets
 from streamrl.engine.block_fp8 import BLOCK
-from streamrl.engine.server import CPU_ARGUMENTS, CUDA_ARGUMENTS
+from streamrl.engine.server import CPU_ARGUMENTS, CUDA_ARGUMENTS, adapter_places
 from streamrl.lab.plan.learner_memory import ITEM
 from streamrl.lab.plan.machines import GIB, Machines
-from streamrl.lab.plan.parameters import of_server_rank, quantised_of_server_rank, whole_adapters
+from streamrl.lab.plan.parameters import adapters_of_server_rank, of_server_rank, quantised_of_server_rank
 from streamrl.learner.shape import ModelShape
 from streamrl.preflight.lengths import context_length
 
@@ -75,7 +75,8 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
         blocks = quantised_of_server_rank(shape, tensor)
         weights -= blocks * (item - 1) - 4 * blocks // BLOCK**2
     if config.learner.lora.by_adapter:  # a place for each version in use, each rank with its part
-        weights += int(arguments.get("max_loras_per_batch", 8)) * whole_adapters(shape, config.learner.lora) * item
+        places = int(arguments.get("max_loras_per_batch", adapter_places(config)))
+        weights += places * adapters_of_server_rank(shape, tensor, config.learner.lora) * item
     small = str(arguments.get("kv_cache_dtype", "auto")) in SMALL_CACHE
     heads = 2 * max(1, shape.groups // tensor) * shape.head_dim
     width = heads if shape.latent is None else shape.latent.rank + shape.latent.turned  # one vector, on every rank

@@ -109,6 +109,11 @@ def of_server_rank(shape: ModelShape, tensor: int) -> int:
     return layers + ends + shape.hidden + _tower(shape) // tensor
 
 
+def adapters_of_server_rank(shape: ModelShape, tensor: int, settings: LoraConfig) -> int:
+    """Parameters of one adapter on one rank of a server, which cuts them as the learner's ranks do."""
+    return sum(_adapters(shape, layer, LayoutConfig(tensor=tensor), settings) for layer in range(shape.layers))
+
+
 def quantised_of_server_rank(shape: ModelShape, tensor: int) -> int:
     """Those of them that `generate.quantization` is about: the projections of attention, MLPs and experts."""
     layers = shape.layers * _attention_of_server(shape, tensor)

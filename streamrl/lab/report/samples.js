@@ -35,7 +35,7 @@ const MODES = {
   },
   advantage: {
     text: "advantage",
-    has: true,
+    has: allAnswers.some((answer) => answer.advantage !== null),
     full: strong(
       allAnswers.map((answer) => answer.advantage),
       0.01,
@@ -84,7 +84,9 @@ function tokenLabel(event, answer, place, step) {
       answer.ratios ? fact("log-prob ratio", number(answer.ratios[place])) : null,
       answer.untrained.includes(place)
         ? fact("not trained", "no token of the policy")
-        : fact("advantage", number(answer.advantage)),
+        : answer.advantage === null
+          ? null
+          : fact("advantage", number(answer.advantage)),
     ].filter(Boolean),
   );
 }
@@ -125,7 +127,7 @@ function answerBlock(answer, step) {
       { class: "facts" },
       make("b", {}, `reward ${number(answer.reward)}`),
       parts,
-      ` · advantage ${number(answer.advantage)} · `,
+      answer.advantage === null ? " · " : ` · advantage ${number(answer.advantage)} · `,
       `${number(answer.length)} tokens · ${answer.finish}${versions ? ` · version ${versions}` : ""}`,
     ),
     answer.prompt === null ? [] : make("pre", {}, answer.prompt),

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from streamrl.algo.advantages import group_advantages
-from streamrl.config.algo import AdvantageConfig
+from streamrl.config.algo import AlgoConfig
 from streamrl.images import data_url, file_name
 from streamrl.lab.report.curves import brief
 from streamrl.lab.report.groups import Groups
@@ -53,7 +53,7 @@ class Shown:
     step: int  # that trained it: its weights have so many learner steps
     group: Group
     sample: Sample
-    advantage: float
+    advantage: float | None  # None: the group's is not what was trained
     taken_off: float = 0.0  # from its reward by algo.kl_reward
     ratios: np.ndarray | None = None  # float32 [T], log-prob under those weights minus behaviour log-prob
 
@@ -74,7 +74,7 @@ def choose(run: Run, groups: Groups, runs: int = 1) -> list[Shown]:
     shown: list[Shown] = []
     lost = taken_off(run.folder) if run.config.algo.kl_reward else {}
     for step in (candidates[place] for place in places):
-        shown += _of_step(step, steps[step], groups, run.config.algo.advantage, lost)
+        shown += _of_step(step, steps[step], groups, run.config.algo, lost)
     return shown
 
 
@@ -99,7 +99,7 @@ def describe(run: Run, shown: Sequence[Shown], source: str) -> dict[str, Any]:
 
 
 def _of_step(
-    step: int, recorded: Sequence[RecordedGroup], groups: Groups, config: AdvantageConfig, lost: TakenOff
+    step: int, recorded: Sequence[RecordedGroup], groups: Groups, algo: AlgoConfig, lost: TakenOff
 ) -> list[Shown]:
     """Answers of the group of a step that says most."""
     loaded = [group for each in recorded[:LOOKED_AT] if (group := groups.load(each)) is not None and group.answered]
@@ -111,7 +111,11 @@ def _of_step(
     rewards -= torch.tensor(penalties, dtype=torch.float64)
     lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
     valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-    advantages = group_advantages(rewards, valid, config, lengths, group.branches).tolist()
+    advantages: list[float | None] = group_advantages(
+        rewards, valid, algo.advantage, lengths, group.branches
+    ).tolist()
+    if algo.advantage.has_critic or (algo.distils and not algo.distillation.rewards):
+        advantages = [None] * len(advantages)  # each token has its own, of a critic or of a teacher
     last = [end - 1 for end in accumulate(group.branches or (1,) * len(group.samples))]
     answers = [
         Shown(step, group, group.samples[place], advantages[place], penalties[place])
@@ -134,7 +138,7 @@ def _answer(shown: Shown, tokenizer: Tokenizer | None, first: Sample) -> dict[st
         "parts": {name: brief(value) for name, value in parts.items()},
         "prompt": own,
         "finish": sample.finish_reason,
-        "advantage": brief(shown.advantage),
+        "advantage": None if shown.advantage is None else brief(shown.advantage),
         "length": len(sample.output_ids),
         "tokens": pieces(ids, tokenizer),
         "ids": ids,

@@ -29,7 +29,7 @@ from streamrl.lab.simulate.clock import Clock
 from streamrl.lab.simulate.figures import Figures, figures, mean, staleness
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.simulate.server import RECOMPUTING, Done
-from streamrl.lab.simulate.site import Frames, Site, make_group, make_server, places_of
+from streamrl.lab.simulate.site import Frames, Site, make_group, make_server, places_of, share_of
 from streamrl.replay.core import Core
 from streamrl.stream.messages import (
     Announce,
@@ -118,15 +118,16 @@ class Circle:
             longest = sys.maxsize  # all turns of an answer may have more together
         if self._config.publish.interruption not in RECOMPUTING:
             speed = replace(speed, again=0.0)
-        places = places_of(self._config, own, speed.max_running)
-        if places is None:
-            capacity = math.ceil(own.groups_in_flight / own.servers)
-        else:
-            capacity = wanted(places, own.group_size, 0, 0)
-        numbers = [f"{index}.{number}" for number in range(own.servers)] if own.servers > 1 else [f"{index}"]
-        return [
-            Site(f"generator-{number}", capacity, make_server(speed, places), longest, places) for number in numbers
-        ]
+        sites = []
+        for number in range(own.servers):
+            places = places_of(self._config, own, speed.max_running, number)
+            if places is None:
+                capacity = share_of(number, own, own.groups_in_flight)
+            else:
+                capacity = wanted(places, own.group_size, 0, 0)
+            name = f"generator-{index}.{number}" if own.servers > 1 else f"generator-{index}"
+            sites.append(Site(name, capacity, make_server(speed, places), longest, places))
+        return sites
 
     # -- the service
 
@@ -170,7 +171,9 @@ class Circle:
             case Sleep() | Wake():
                 self._order(self._by_identity[peer], message)
             case Applied() | PublishFailed():
-                self._publish()
+                self._rounds -= 1
+                if not self._rounds:
+                    self._publish()
             case Roster(servers=servers):
                 self._servers = servers
             case BatchHeader():
@@ -359,17 +362,15 @@ class Circle:
     def _announce(self) -> None:
         self._to_service(PUBLISHER, Announce(version=self._offered))
         self._left.extend(server.name for server in self._servers)
-        self._rounds = min(self._model.at_once or self._config.publish.at_once, len(self._left))
-        for _ in range(self._rounds):
-            self._publish()
+        self._publish()
 
     def _publish(self) -> None:
-        """One server, then the next that is left; at the end the learner may offer again."""
-        if self._left:
-            self._to_service(PUBLISHER, Publish(server=self._left.popleft(), version=self._offered, manifest={}))
-            return
-        self._rounds -= 1
+        """As many servers as get a version at once, all of which must have it before those that are left; at the end
+        the learner may offer again."""
+        self._rounds = min(self._model.at_once or self._config.publish.at_once, len(self._left))
         if self._rounds:
+            for _ in range(self._rounds):
+                self._to_service(PUBLISHER, Publish(server=self._left.popleft(), version=self._offered, manifest={}))
             return
         self._publishing = False
         waits, self._offer_waits = self._offer_waits, None

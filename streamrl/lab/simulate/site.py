@@ -52,14 +52,20 @@ class Frames(bytes):
         return frames
 
 
-def places_of(config: Config, own: GenerateConfig, max_running: int) -> int | None:
-    """Requests that one server of a worker has at once, where its capacity is counted in them; else None.
+def share_of(number: int, own: GenerateConfig, total: int) -> int:
+    """What server `number` of a worker has of so many groups or requests: as many as the others, or one more."""
+    each, left = divmod(total, own.servers)
+    return each + (number < left)
+
+
+def places_of(config: Config, own: GenerateConfig, max_running: int, number: int = 0) -> int | None:
+    """Requests that server `number` of a worker has at once, where its capacity is counted in them; else None.
 
     `own`: the worker's. Who waits for a place does so in the server here: the time is the same.
     """
     if not own.by_sample:
         return None
-    places = math.ceil(most_requests(config, own) / own.servers)
+    places = max(1, share_of(number, own, most_requests(config, own)))
     return min(places, max_running) if own.requests_in_flight == "auto" else places
 
 

@@ -46,6 +46,9 @@ SAME = (
     "learner.optimizer.lr=1e-12", "learner.optimizer.min_lr=0",
 )  # fmt: skip
 
+# What a configuration may say of its own length and of the way to its servers.
+OWN = ("run.epochs=null", "generate.router=null")
+
 # In the place of the one server that all runs attach to, before it is started.
 ANY_SERVER = ("generate.attach=[http://127.0.0.1:1]",)
 
@@ -131,7 +134,7 @@ def validate(
         with Bar("validate", "runs", 2 + 2 * len(others)) as bar, serving(config, folder) as server:  # one for all runs
             pin(server.pid, halves[0])
             address = server.address
-            common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
+            common = [*overrides, *SAME, *OWN, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
             run = partial(_measure, config_path, folder, halves, bar)
             own, first = run([*common, "run.name=calibration"])
             run([*common, *few, "run.name=few-in-flight"])
@@ -150,7 +153,7 @@ def validate(
 def _check(config_path: Path, overrides: Sequence[str], setting: Sequence[str]) -> None:
     """Raises ConfigError for a setting that is no valid configuration; `()`: the calibration run's."""
     try:
-        config_file.load(config_path, [*overrides, *SAME, *ANY_SERVER, *setting])
+        config_file.load(config_path, [*overrides, *SAME, *OWN, *ANY_SERVER, *setting])
     except ConfigError as error:
         which = f"{' '.join(setting)}: " if setting else ""
         lines = (f"--validate: {which}{line.removeprefix(OVERRIDE)}" for line in error.lines)

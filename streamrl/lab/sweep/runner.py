@@ -121,8 +121,8 @@ def command_lines(sweep: Sweep, jobs: Iterable[Job]) -> Iterator[str]:
 def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | None:
     """Run one job. Returns why it failed, None when it is done."""
     log = sweep.folder / "logs" / f"{job.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     try:
+        log.parent.mkdir(parents=True, exist_ok=True)
         _check_settings(job)
         config = _attached(sweep, job, servers)
         is_new, began = steps_of(job) == 0, time.monotonic()
@@ -130,6 +130,8 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
             code = train(config)
     except (ConfigError, ServerFailed) as error:
         return str(error)
+    except OSError as error:  # of the sweep's own files: a run tells of its own
+        return f"{error.filename or log}: {error.strerror or error}"
     if code == INTERRUPTED:
         raise Interrupted
     if code == 0 and (config.run.exit_interval or config.run.exit_duration) and not is_done(job):
@@ -170,7 +172,12 @@ def _seconds(sweep: Sweep) -> dict[str, float]:
 
 
 def _keep_seconds(sweep: Sweep, job: Job, seconds: float) -> None:
-    write_whole(sweep.folder / SECONDS, json.dumps({**_seconds(sweep), job.name: round(seconds, 1)}, indent=1) + "\n")
+    """Without room for it nothing is lost but what the sweep knows of how long the rest takes."""
+    file = sweep.folder / SECONDS
+    try:
+        write_whole(file, json.dumps({**_seconds(sweep), job.name: round(seconds, 1)}, indent=1) + "\n")
+    except OSError as error:
+        print(f"{file} cannot be written: {error.strerror}", flush=True)
 
 
 def _attached(sweep: Sweep, job: Job, servers: SharedServers) -> Config:

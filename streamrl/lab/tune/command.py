@@ -144,9 +144,13 @@ def write(output: Path, source: Source, overrides: Sequence[str]) -> None:
     A mapping in an override takes the place of the source's, and one in a file is merged into that of its base: where
     that makes a difference the whole configuration is written.
     """
-    output.write_text(as_file(source, overrides))
     meant = config_file.load(source.path, [*source.given, *overrides])
-    if config_file.load(output) != meant:
+    output.write_text(as_file(source, overrides))
+    try:
+        is_meant = config_file.load(output) == meant
+    except ConfigError:  # of what the file merges, and an override replaces
+        is_meant = False
+    if not is_meant:
         config_file.save(meant, output)
 
 

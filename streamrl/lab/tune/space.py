@@ -22,7 +22,7 @@ from typing import Any
 from streamrl.choices import ORDERS
 from streamrl.config import Config
 from streamrl.config.file import ConfigError, value_at
-from streamrl.config.in_flight import most_requests, without_lag
+from streamrl.config.in_flight import most_requests, of_lag, without_lag
 from streamrl.lab.sweep.plan import override
 from streamrl.lab.tune.search import Point
 
@@ -77,6 +77,14 @@ def groups_in_flight(config: Config) -> int:
     """Groups that one worker has in flight; requests are counted as whole groups."""
     own = without_lag(config, config.generate)
     return math.ceil(most_requests(config, own) / own.group_size) if own.by_sample else own.groups_in_flight
+
+
+def _all_in_flight(config: Config) -> int:
+    """Groups over all workers. Of a lag they have parts that may differ by one."""
+    own = config.generate
+    if own.lag is None:
+        return groups_in_flight(config) * own.workers
+    return math.ceil(of_lag(config) / (own.group_size if own.by_sample else 1))
 
 
 class Space:
@@ -139,7 +147,7 @@ class Space:
         return Setting(
             bound=config.replay.max_staleness,
             window=1 if self._is_strict else config.replay.window,
-            in_flight=groups_in_flight(config) * config.generate.workers,
+            in_flight=_all_in_flight(config),
             every=config.publish.every,
             workers=config.generate.workers,
             ranks=config.learner.ranks,
@@ -163,7 +171,9 @@ class Space:
         return begins
 
     def overrides(self, setting: Setting) -> tuple[str, ...]:
-        """`key=value` of what differs from the configuration."""
+        """`key=value` of what differs from the configuration; nothing for the configured setting."""
+        if setting == self.configured:
+            return ()
         keys: dict[str, Any] = {
             "replay.max_staleness": setting.bound,
             "publish.every": setting.every,
@@ -247,7 +257,7 @@ class Space:
         for ranks in _spread(range(copy, (devices.count - worker) // rank + 1, copy)):
             workers = (devices.count - ranks * rank) // worker
             try:
-                self._load((f"learner.ranks={ranks}", f"generate.workers={workers}"))
+                self._load((f"learner.ranks={ranks}", f"generate.workers={workers}", "generate.lag=null"))
             except ConfigError:
                 continue
             most[workers] = (workers, ranks)
@@ -283,7 +293,8 @@ class Space:
         lag = {"generate.lag": None}
         if own.by_sample:
             return {**lag, "generate.requests_in_flight": groups * own.group_size}
-        return {**lag, "generate.groups_in_flight": groups}
+        least = min(own.least_in_flight, groups)
+        return {**lag, "generate.groups_in_flight": groups, "generate.least_in_flight": least}
 
     def _nearest(self, axis: str, value: float, most: float = math.inf) -> int:
         """The place of the nearest value up to `most`; of the first one where all are above it."""
