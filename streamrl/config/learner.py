@@ -295,6 +295,6 @@ class CheckpointConfig(Section):
     timeout: float = Field(
         600.0,
         gt=0,
-        description="seconds that writing one checkpoint may take, and that ranks wait for one that reads its files at a "
-        "resume or writes the model",
+        description="seconds that writing one checkpoint may take, and that ranks wait for one that reads its files at "
+        "a resume or writes the model",
     )

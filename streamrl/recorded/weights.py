@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from streamrl.observe.events import event_path, role_events
+from streamrl.observe.starting import READY
 from streamrl.publish.kept_versions import kept_root
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.types import PolicyVersion
@@ -36,7 +37,7 @@ def newest_start(run_folder: Path) -> int:
     if not event_path(run_folder, "learner").exists():
         return 0
     events = role_events(run_folder, "learner")
-    ready = (PolicyVersion.parse(each["version"]) for each in events if each["event"] == "ready")
+    ready = (PolicyVersion.parse(each["version"]) for each in events if each["event"] == READY)
     return max((version.incarnation for version in ready), default=0)
 
 

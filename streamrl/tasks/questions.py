@@ -19,7 +19,7 @@ from streamrl.tasks.images import image_references, marked_text, with_images
 from streamrl.tasks.math_reward import MathReward
 from streamrl.tasks.messages import asked_of
 from streamrl.tasks.order import item_at
-from streamrl.tasks.rows import Rows, RowsArguments, value_at
+from streamrl.tasks.rows import Rows, RowsArguments, text_of, value_at
 from streamrl.tasks.starter import Starter
 from streamrl.tasks.user_reward import GIVEN, UserReward, check_target
 

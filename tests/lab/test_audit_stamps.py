@@ -156,6 +156,7 @@ def audited(recorded, make_group, tmp_path):
 
     def find(
         off: int,
+        *,
         unknown: int | None = None,
         lost: Sequence[int] = (),
         newest: int = 0,

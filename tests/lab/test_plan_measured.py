@@ -26,7 +26,8 @@ def held(trainer: Trainer | Critic) -> dict[str, int]:
     """Bytes of the weights, of the gradients' buffers, and of Adam's state with float32 copies of bf16 weights."""
     trainer._optimizer.fill_state()
     weights = [parameter for chunk in trainer._chunks for parameter in chunk.parameters()]
-    buffers = [each for chunk in trainer._wrapped for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    wrapped = trainer._passes._chunks if isinstance(trainer, Critic) else trainer._wrapped
+    buffers = [each for chunk in wrapped for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizer = 0
     for adam in trainer._optimizer.torch_adams():
         for parameter in (each for group in adam.param_groups for each in group["params"]):

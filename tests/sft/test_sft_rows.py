@@ -192,7 +192,7 @@ def test_prompts_are_rendered_with_the_variables_that_a_run_of_train_gives_its_t
         config = Config.model_validate({"model": {"path": tmp_path / "model"}, "task": task})
         _, made = command._checked(supervised(absolute(config)))
         prompts.append(made.prompt_ids([Message(role="user", content="a")]).tolist())
-        assert made.unread_variables == []
+        assert not made.unread_variables
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ah", "ag")]
     assert prompts == expected
 

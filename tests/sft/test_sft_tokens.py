@@ -62,7 +62,7 @@ def test_a_whole_number_is_answered_without_a_fraction(folder, monkeypatch):
     for chat in (True, False):
         for answer in (5.0, 0.5, 7):  # a column of which one row has a fraction
             made(folder, {"prompt": "a", "answer": answer}, chat=chat)
-    assert answered == ["5", "0.5", "7"] * 2
+    assert [text for text in answered if text != "hg="] == ["5", "0.5", "7"] * 2  # else what ends a turn
 
 
 def test_each_turn_of_the_assistant_is_trained_and_what_is_between_two_is_not(folder):

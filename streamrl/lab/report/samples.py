@@ -111,9 +111,7 @@ def _of_step(
     rewards -= torch.tensor(penalties, dtype=torch.float64)
     lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
     valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-    advantages: list[float | None] = group_advantages(
-        rewards, valid, algo.advantage, lengths, group.branches
-    ).tolist()
+    advantages: list[float | None] = group_advantages(rewards, valid, algo.advantage, lengths, group.branches).tolist()
     if algo.advantage.has_critic or (algo.distils and not algo.distillation.rewards):
         advantages = [None] * len(advantages)  # each token has its own, of a critic or of a teacher
     last = [end - 1 for end in accumulate(group.branches or (1,) * len(group.samples))]

@@ -134,7 +134,14 @@ def validate(
         with Bar("validate", "runs", 2 + 2 * len(others)) as bar, serving(config, folder) as server:  # one for all runs
             pin(server.pid, halves[0])
             address = server.address
-            common = [*overrides, *SAME, *OWN, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
+            common = [
+                *overrides,
+                *SAME,
+                *OWN,
+                f"generate.attach=[{address}]",
+                f"run.folder={folder}",
+                f"run.steps={steps}",
+            ]
             run = partial(_measure, config_path, folder, halves, bar)
             own, first = run([*common, "run.name=calibration"])
             run([*common, *few, "run.name=few-in-flight"])
