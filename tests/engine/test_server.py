@@ -294,7 +294,7 @@ for index in range(100000):
 
 def test_what_has_ended_and_nobody_has_waited_for_hinders_no_end(monkeypatch: pytest.MonkeyPatch):
     """Who is not root may not look at what a dead process held."""
-    code = "import subprocess, sys, time; subprocess.Popen(['true']); print('on', flush=True); time.sleep(600)"
+    code = "import subprocess, sys, time; kept = subprocess.Popen(['true']); print('on', flush=True); time.sleep(600)"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
         assert leader.stdout is not None
