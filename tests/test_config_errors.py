@@ -35,6 +35,11 @@ MEANT = {
     "tensor_model_parallel_size": "learner.layout.tensor",
     "rollout.tensor_model_parallel_size": "generate.tensor_parallel",
     "model_name_or_path": "model.path",
+    "importance_sampling_level": "algo.loss",  # of the loss's own ratio, as GSPO has it
+    "vllm_importance_sampling_mode": "algo.weight",
+    "trainer.v1.sampler.max_off_policy_threshold": "replay.max_staleness",
+    "async_training.trigger_parameter_sync_step": "publish.every",
+    "weight_sync_steps": "publish.every",
     "replay.max_stalenes": "replay.max_staleness",  # spelling
     "learner.lr": "learner.optimizer.lr",  # the section
 }

@@ -1,4 +1,4 @@
-"""What other trainers call a key of ours: TRL, verl, OpenRLHF, Megatron-RL, NeMo-RL, prime-rl, slime, Hugging Face.
+"""What other trainers call a key of ours: TRL, verl, OpenRLHF, Megatron-RL, NeMo-RL, prime-rl, slime, AReaL.
 
 The longest end of an unknown key that is a name here gives the hint: `actor_rollout_ref.actor.optim.lr` ends with
 `optim.lr`. A name whose last word is a key of ours (`top_p`, `weight_decay`) needs no row.
@@ -91,6 +91,8 @@ OTHER_NAMES = {
     "grpo_iterations": "learner.passes",
     "staleness_threshold": "replay.max_staleness",
     "max_off_policy_steps": "replay.max_staleness",
+    "max_off_policy_threshold": "replay.max_staleness",
+    "max_head_offpolicyness": "replay.max_staleness",
     "max_async_level": "replay.max_staleness",
     "async_level": "replay.max_staleness",
     "max_trajectory_age_steps": "replay.max_staleness",
@@ -160,7 +162,8 @@ OTHER_NAMES = {
     "kl_tau": "algo.ratio_penalty",
     "loss_agg_mode": "algo.aggregation",
     "loss_scale_factor": "algo.norm_length",
-    "importance_sampling_level": "algo.weight",
+    "importance_sampling_level": "algo.loss",
+    "vllm_importance_sampling_mode": "algo.weight",
     "tis_imp_ratio_cap": "algo.weight_cap",
     "tis_clip": "algo.weight_cap",
     "vllm_importance_sampling_cap": "algo.weight_cap",
@@ -228,6 +231,11 @@ OTHER_NAMES = {
     "lora_dropout": "learner.lora.dropout",
     "target_modules": "learner.lora.targets",
     "lora_target_modules": "learner.lora.targets",
+    # publishing
+    "trigger_parameter_sync_step": "publish.every",
+    "parameter_sync_step": "publish.every",
+    "weight_sync_steps": "publish.every",
+    "update_weights_interval": "publish.every",
     # checkpoints, evaluation, observation
     "save_steps": "checkpoint.every",
     "save_freq": "checkpoint.every",

@@ -122,7 +122,7 @@ class ReplayConfig(Section):
     )
     groups_per_step: int = Field(8, ge=1, le=MOST_GROUPS, description="P, groups of one learner step")
     max_staleness: float = Field(
-        2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
+        2.0, ge=0, description="S, learner steps that a trained token may be old, rounded up; 0 is synchronous"
     )
     release: Annotated[str, RELEASES] = Field(
         "just_in_time",
@@ -137,7 +137,7 @@ class ReplayConfig(Section):
         0.5, gt=0, le=1, description="effective sample size of a group at its last use, below which it has no further"
     )
     reuse_max_age: int | None = Field(
-        None, ge=1, description="learner steps that a token may be old when it is trained again; null: `max_staleness`"
+        None, ge=1, description="learner steps that a token may be old when it is trained again; null: `max_staleness`, rounded up"
     )
     host: str | None = Field(
         None,

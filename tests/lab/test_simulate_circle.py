@@ -403,6 +403,16 @@ def test_a_fleet_file_that_is_not_there_is_told_once(tmp_path: Path) -> None:
         read_fleet(tmp_path / "nope.yaml")
 
 
+def test_no_group_of_a_fleet_is_too_slow_to_count(tmp_path: Path) -> None:
+    """Every answer takes 1200 s, which is more than a group may take by default."""
+    slow = FLEET.replace("median: 300, sigma: 0.8, longest: 2000", "median: 6000, sigma: 0, longest: 8000")
+    text = slow.replace("step: 0.02, sample: 0.0002", "step: 0.2, sample: 0")
+    (tmp_path / "fleet.yaml").write_text(text.replace("gpus: [16, 64]", "gpus: [16]"))
+    fleet = read_fleet(tmp_path / "fleet.yaml")
+    assert Config().replay.group_timeout < 1200
+    assert all(row.figures.trained > 0 for row in plan(fleet))
+
+
 def test_the_longest_answer_of_a_fleet_is_that_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET)
     with pytest.raises(ConfigError, match=r"generate.sampling.max_new_tokens: answers.longest of the file says it"):
@@ -461,6 +471,8 @@ def test_by_sample_a_long_answer_keeps_one_place_and_the_bound_holds() -> None:
             r"^--fleet: replay\.group_timeout: its effect is not modelled; allowed: run\.steps",
         ),
         ("learner.passes=4", r"^--fleet: learner\.passes: its effect is not modelled; allowed: "),
+        ("replay.adaptive.enabled=true", r"^--fleet: replay\.adaptive\.enabled: a file of figures does not say what"),
+        ("replay.reuse=4", r"^--fleet: replay\.reuse: a file of figures does not say what data teaches; allowed: simul"),
     ],
 )
 def test_a_key_that_a_fleet_does_not_model_or_its_file_says_is_refused(given: str, line: str, tmp_path: Path) -> None:

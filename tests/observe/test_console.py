@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_the_table_shows_what_is_learned_how_stale_it_is_and_who_waits(tmp_path,
 
 def test_before_the_first_step_it_is_shown_what_each_role_does(tmp_path, writer, monkeypatch):
     screens = [terminal(interactive=each) for each in (True, False)]
+    monkeypatch.setattr(console_module, "Starting", partial(console_module.Starting, now=lambda: 100.0))
     consoles = [Console(CONFIG, tmp_path, screen) for screen in screens]
     EventLog(event_path(tmp_path, "replay"), "replay-0").emit("ready")
     EventLog(event_path(tmp_path, "generator"), "generator-0").emit("starting", what="servers load the model")

@@ -212,7 +212,6 @@ LIMITED = """
 import logging
 import resource
 import sys
-import threading
 from pathlib import Path
 
 from streamrl.observe import disk, metrics
@@ -230,8 +229,7 @@ def limit(size: int) -> None:
 
 
 limit(size + 5)  # room for a part of the next row
-threading.Timer(0.3, limit, [resource.RLIM_INFINITY]).start()
-writer.write({"step": 2}, (lambda waited: None) if waits else None)
+writer.write({"step": 2}, (lambda waited: limit(resource.RLIM_INFINITY)) if waits else None)
 """
 
 

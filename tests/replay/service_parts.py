@@ -30,7 +30,7 @@ from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Group, Ledger, PolicyVersion, Ticket
 
 RUN = "run-of-the-tests"
-WAIT = 20.0  # seconds for anything that must come; nothing waits as long when all is well
+WAIT = 60.0  # seconds for anything that must come; nothing waits as long when all is well
 V0, V1 = PolicyVersion(0), PolicyVersion(1)
 MakeGroup = Callable[..., Group]
 M = TypeVar("M")
@@ -57,7 +57,7 @@ class Clock:
 def make_config(**sections: dict[str, Any]) -> Config:
     """Steps of two groups, staleness 1: four slots."""
     tree: dict[str, dict[str, Any]] = {
-        "run": {"id": RUN, "steps": 3, "stop_timeout": 5.0, "start_timeout": 20.0},
+        "run": {"id": RUN, "steps": 3, "stop_timeout": 5.0, "start_timeout": 120.0},
         "generate": {"heartbeat": 1.0, "group_size": 2},
         "replay": {"groups_per_step": 2, "max_staleness": 1},
         "publish": {"timeout": 5.0},

@@ -268,7 +268,7 @@ def test_a_stopped_service_reads_its_workers_words_before_their_leases_end(
     start_process: Callable[..., ServiceProcess],
 ) -> None:
     """SIGSTOP for longer than a lease, then SIGCONT: its own absence counts against nobody."""
-    service = start_process(replay={"lease": 2.0})
+    service = start_process(replay={"lease": 5.0})
     peers = [Dealer(service.address, service.config.stream, name=name) for name in ("learner-0", "w")]
     learner, worker = peers
     try:
@@ -276,11 +276,11 @@ def test_a_stopped_service_reads_its_workers_words_before_their_leases_end(
         worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
         worker.send(Credit(capacity=4))
         named = tuple((ticket.group_id, ticket.attempt) for ticket in receive_tickets(worker, 4))
-        for _ in range(3):
+        for _ in range(2):
             worker.send(Heartbeat(tickets=named))
             time.sleep(0.3)
             service.process.send_signal(signal.SIGSTOP)
-            time.sleep(2.5)
+            time.sleep(5.5)
             service.process.send_signal(signal.SIGCONT)
             for _ in range(5):
                 worker.send(Heartbeat(tickets=named))

@@ -46,15 +46,15 @@ def main(
     """Calibrate, by `others` besides, simulate every setting, print one row for each. Returns 0."""
     check_file("--json", output)
     choices = [tuple(overrides) + each for each in varied(vary)]
-    own = load_run(run_folder, ALONE)
-    settings = [checked(run_folder, own, choice) for choice in choices if choice]
     recorded = list(read_metrics(run_folder))
+    length = ("run.epochs=null", f"run.steps={max(1, len(recorded))}")  # of all rows, also of a run that has not ended
+    own = load_run(run_folder, [*ALONE, *length])
+    settings = [checked(run_folder, own, (*length, *choice)) for choice in choices if choice]
     check_lengths(run_folder, own, settings)
     check_saves([run_folder, *others], own, settings)
     with Bar("simulate", "settings", 1 + len(settings)) as bar:
         model = calibrate([run_folder, *others])
-        length = load_run(run_folder, [*ALONE, f"run.steps={len(recorded)}"])
-        results = {"as recorded": _as_recorded(run_folder, recorded), "the model of it": simulated(length, model)}
+        results = {"as recorded": _as_recorded(run_folder, recorded), "the model of it": simulated(own, model)}
         bar.advance()
         for choice, config in bar.over(zip([choice for choice in choices if choice], settings, strict=True)):
             results[" ".join(choice)] = simulated(config, model)

@@ -38,6 +38,9 @@ STEPS = 9
 WAVES = 2
 
 
+# Seconds that a group may take, whatever the default: how long the longest answers take is what is asked.
+PATIENCE = 1e9
+
 # Keys of the configuration that the file's own sections say.
 OF_THE_FILE = {
     "generate.workers": "shares",
@@ -47,6 +50,9 @@ OF_THE_FILE = {
     "publish.at_once": "publish.at_once",
     "generate.sampling.max_new_tokens": "answers.longest",
 }
+
+# Keys of what data teaches, which only a recorded run shows.
+OF_A_RUN = ("replay.adaptive.", "replay.filter.", "replay.reuse")
 
 FARTHEST = 700.0  # of a logarithm from the median's: beyond it `exp` overflows
 
@@ -194,6 +200,8 @@ def _check_keys(fleet: Fleet, overrides: Sequence[str]) -> None:
     for key in config_file.changed(Config(), given):
         if key in OF_THE_FILE:
             raise ConfigError(f"--fleet: {key}: {OF_THE_FILE[key]} of the file says it; allowed: leave it out")
+        if key.startswith(OF_A_RUN):
+            raise ConfigError(f"--fleet: {key}: a file of figures does not say what data teaches; allowed: simulate RUN")
     check_modelled(Config(), given, "--fleet: ")
 
 
@@ -201,7 +209,8 @@ def _planned(fleet: Fleet, gpus: int, servers: int, overrides: Sequence[str]) ->
     generating = servers * fleet.server.gpus
     given = [override(key, value) for key, value in fleet.config.items()]
     longest = f"generate.sampling.max_new_tokens={fleet.answers.longest}"
-    words = [*given, *overrides, longest, f"generate.workers={servers}"]
+    patient = f"replay.group_timeout={PATIENCE}"
+    words = [*given, *overrides, longest, patient, f"generate.workers={servers}"]
     steps = enough_steps(config_file.load(None, words))  # unless one of the words says how many
     config = config_file.load(None, [f"run.steps={steps}", *words])
     return Planned(gpus, generating, servers, *steady(config, fleet_model(fleet, gpus - generating, config)))
