@@ -137,7 +137,9 @@ class ReplayConfig(Section):
         0.5, gt=0, le=1, description="effective sample size of a group at its last use, below which it has no further"
     )
     reuse_max_age: int | None = Field(
-        None, ge=1, description="learner steps that a token may be old when it is trained again; null: `max_staleness`, rounded up"
+        None,
+        ge=1,
+        description="learner steps that a token may be old when it is trained again; null: `max_staleness`, rounded up",
     )
     host: str | None = Field(
         None,

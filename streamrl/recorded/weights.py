@@ -37,7 +37,7 @@ def newest_start(run_folder: Path) -> int:
     if not event_path(run_folder, "learner").exists():
         return 0
     events = role_events(run_folder, "learner")
-    ready = (PolicyVersion.parse(each["version"]) for each in events if each["event"] == READY)
+    ready = (PolicyVersion.parse(each["version"]) for each in events if each["event"] == READY and "version" in each)
     return max((version.incarnation for version in ready), default=0)
 
 

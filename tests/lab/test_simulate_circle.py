@@ -471,8 +471,8 @@ def test_by_sample_a_long_answer_keeps_one_place_and_the_bound_holds() -> None:
             r"^--fleet: replay\.group_timeout: its effect is not modelled; allowed: run\.steps",
         ),
         ("learner.passes=4", r"^--fleet: learner\.passes: its effect is not modelled; allowed: "),
-        ("replay.adaptive.enabled=true", r"^--fleet: replay\.adaptive\.enabled: a file of figures does not say what"),
-        ("replay.reuse=4", r"^--fleet: replay\.reuse: a file of figures does not say what data teaches; allowed: simul"),
+        ("replay.adaptive.enabled=true", r"^--fleet: replay\.adaptive\.enabled: no file of figures says what data"),
+        ("replay.reuse=4", r"^--fleet: replay\.reuse: no file of figures says what data teaches; allowed: simulate"),
     ],
 )
 def test_a_key_that_a_fleet_does_not_model_or_its_file_says_is_refused(given: str, line: str, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def _check_keys(fleet: Fleet, overrides: Sequence[str]) -> None:
         if key in OF_THE_FILE:
             raise ConfigError(f"--fleet: {key}: {OF_THE_FILE[key]} of the file says it; allowed: leave it out")
         if key.startswith(OF_A_RUN):
-            raise ConfigError(f"--fleet: {key}: a file of figures does not say what data teaches; allowed: simulate RUN")
+            raise ConfigError(f"--fleet: {key}: no file of figures says what data teaches; allowed: simulate RUN")
     check_modelled(Config(), given, "--fleet: ")
 
 
