@@ -276,7 +276,7 @@ def test_a_stopped_service_reads_its_workers_words_before_their_leases_end(
         worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
         worker.send(Credit(capacity=4))
         named = tuple((ticket.group_id, ticket.attempt) for ticket in receive_tickets(worker, 4))
-        for _ in range(2):
+        for _ in range(3):
             worker.send(Heartbeat(tickets=named))
             time.sleep(0.3)
             service.process.send_signal(signal.SIGSTOP)
