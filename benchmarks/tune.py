@@ -42,7 +42,7 @@ from launch import tiny_model
 from streamrl.config import file as config_file
 from streamrl.engine.server import serving
 from streamrl.lab.output import output_file, output_folder
-from streamrl.lab.simulate.figures import WARM_UP, between, edge, figures
+from streamrl.lab.simulate.figures import WARM_UP, at_ends, between, figures
 from streamrl.lab.simulate.on_cores import pin, run_command
 from streamrl.lab.simulate.validation import SAME
 from streamrl.lab.tune.runs import cores_of
@@ -127,7 +127,7 @@ class Bench:
         if found is not None:
             bar.found()
         else:
-            ends = 2 * edge(config_file.load(self._path, [*self._given, *overrides]))
+            ends = at_ends(config_file.load(self._path, [*self._given, *overrides]))
             steps = f"run.steps={counted + WARM_UP + ends}"
             words = [*self._given, *SAME, f"run.folder={self._folder}", "run.name=measured", steps, *overrides]
             command = [sys.executable, "-m", "streamrl.cli", "train", str(self._path), "--fresh", *words]

@@ -128,6 +128,7 @@ BESIDE_RECORDS = {
         "model_dtype",
         "preflight",
         "replay.core",
+        "replay.release_gate",
         "stream.messages",
     },
     "tune": {"engine.hardware", "model_dtype", "preflight", "trainable"},

@@ -27,8 +27,10 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
+from streamrl.config.replay import ReplayConfig
 from streamrl.replay.lives import NEVER, Life
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Issued
+from streamrl.replay.releases import make_release
 from streamrl.replay.releases.base import EARLIEST, Release
 from streamrl.replay.state import State
 
@@ -39,6 +41,12 @@ MOST = 1e9  # steps
 ROUNDING = 1e-6  # of a step: what a sum of times may be off by
 
 _AT_ONCE = -NEVER
+
+
+def slow_start(config: ReplayConfig) -> int:
+    """Learner steps, at most, until a lead time is known. Groups that are trained again measure nothing."""
+    release = make_release(config)
+    return max(STEPS, release.slow_start * config.reuse) if release.holds else 0
 
 
 class ReleaseGate:

@@ -36,6 +36,12 @@ class ReleaseConformance(Conformance):
     def test_two_that_were_told_the_same_answer_the_same(self) -> None:
         assert self._leads(self._release()) == self._leads(self._release())
 
+    def test_it_knows_a_lead_time_when_its_slow_start_is_over(self) -> None:
+        release = self._release()
+        for _ in range(release.slow_start * release.groups_per_step):
+            release.completed(1.0)
+        assert release.lead((), 1.0) is not None, f"none after slow_start = {release.slow_start} steps"
+
     def test_its_metrics_have_a_meaning(self) -> None:
         release = self._release()
         self._leads(release)

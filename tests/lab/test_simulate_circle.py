@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.lab.simulate.circle import Circle
-from streamrl.lab.simulate.figures import figures, staleness
+from streamrl.lab.simulate.figures import at_ends, between, figures, staleness
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
 from streamrl.lab.simulate.server import ServerSpeed
@@ -120,6 +120,17 @@ def test_a_bound_up_to_one_leaves_nothing_to_hold_back(staleness: int) -> None:
         for release in ("eager", "just_in_time")
     )
     assert eager == just_in_time
+
+
+@pytest.mark.parametrize("groups_per_step", [1, 2, 4])
+def test_the_steps_between_the_ends_begin_when_tickets_come_just_in_time(groups_per_step: int) -> None:
+    parts = Model(answers(4, 9, 30, 70, 16), ServerSpeed(0.01, 0.0001), Line(2.0, 0.0, (0.8, 1.2)), Line(0.05, 0.0))
+    keys = config(80, workers=4, max_staleness=16, groups_per_step=groups_per_step)
+    rows = Circle(keys, parts).run()
+    counted = between(rows, keys)
+    assert len(counted) == 80 - at_ends(keys) > 0
+    assert max(row["staleness/max"] for row in counted) <= 3
+    assert max(row["staleness/mean"] for row in rows) > 9  # those of the slow start
 
 
 def test_by_sample_tickets_come_just_in_time_too() -> None:
@@ -351,7 +362,7 @@ def test_a_large_bound_does_not_make_a_split_look_faster_than_its_servers(tmp_pa
     few, many = plan(read_fleet(tmp_path / "fleet.yaml"))
     assert (few.servers, few.best, many.servers, many.best) == (4, False, 12, True)
     assert few.figures.trained == pytest.approx(4 * 1000, rel=0.1)  # what its servers generate at the most
-    with pytest.raises(ConfigError, match=r"run\.steps: 20 are too few, of which 27 do not count; allowed: above 28"):
+    with pytest.raises(ConfigError, match=r"run\.steps: 20 are too few, of which 31 do not count; allowed: above 32"):
         plan(read_fleet(tmp_path / "fleet.yaml"), ["run.steps=20"])
 
 
@@ -359,7 +370,7 @@ def test_the_documented_fleet_file_is_one(tmp_path: Path) -> None:
     text = Path("docs/simulate.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "fleet.yaml").write_text(text.replace("gpus: [64, 128, 256, 512, 1024, 2048, 4096]", "gpus: [64]"))
     fleet = read_fleet(tmp_path / "fleet.yaml")
-    rows = plan(fleet.model_copy(update={"shares": (0.5,)}), ["run.steps=9", "replay.groups_per_step=32"])
+    rows = plan(fleet.model_copy(update={"shares": (0.5,)}), ["run.steps=13", "replay.groups_per_step=32"])
     assert [(row.gpus, row.servers) for row in rows] == [(64, 4)]
 
 

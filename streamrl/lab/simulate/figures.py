@@ -14,6 +14,7 @@ import numpy as np
 
 from streamrl.config import Config
 from streamrl.observe.metrics import incarnation
+from streamrl.replay.release_gate import slow_start
 from streamrl.types import Batch
 
 # First steps that no figure counts: caches fill, and the pipeline of groups is still empty.
@@ -50,9 +51,15 @@ def between(rows: Sequence[Mapping[str, Any]], config: Config) -> Sequence[Mappi
     """The steps of a run of `run.steps` steps but for those at its ends.
 
     The first steps train what was begun before any step, and in the last ones nothing more is begun: as many as the
-    bound has count at neither end: with them a larger bound would look slower than it is.
+    bound has count at neither end: with them a larger bound would look slower than it is. Nor do those before them
+    count in which the release policy does not know its lead time yet: a run that goes on has few of their kind.
     """
-    return rows[edge(config) : config.run.steps - edge(config)]
+    return rows[slow_start(config.replay) + edge(config) : config.run.steps - edge(config)]
+
+
+def at_ends(config: Config) -> int:
+    """Learner steps that `between` leaves out."""
+    return slow_start(config.replay) + 2 * edge(config)
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:

@@ -22,7 +22,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.section import Section
 from streamrl.config.words import as_text
 from streamrl.lab.simulate.circle import Circle
-from streamrl.lab.simulate.figures import WARM_UP, Figures, between, edge, figures
+from streamrl.lab.simulate.figures import WARM_UP, Figures, at_ends, between, edge, figures
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
 from streamrl.lab.simulate.modelled import check_modelled
 from streamrl.lab.simulate.server import ServerSpeed
@@ -114,7 +114,7 @@ class Fleet(Section):
 def enough_steps(config: Config) -> int:
     """Learner steps of which `steady` counts whole waves."""
     wave = edge(config) + 1
-    return 2 * edge(config) + WARM_UP + wave * max(WAVES, math.ceil(STEPS / wave))
+    return at_ends(config) + WARM_UP + wave * max(WAVES, math.ceil(STEPS / wave))
 
 
 def steady(config: Config, model: Model, seed: int = 0) -> tuple[float, Figures]:
@@ -122,7 +122,7 @@ def steady(config: Config, model: Model, seed: int = 0) -> tuple[float, Figures]
 
     Raises ConfigError where too few steps are left, or the run fails.
     """
-    if config.run.steps <= (least := 2 * edge(config) + WARM_UP + 1):
+    if config.run.steps <= (least := at_ends(config) + WARM_UP + 1):
         raise ConfigError(
             f"run.steps: {config.run.steps} are too few, of which {least - 1} do not count; allowed: above {least}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from streamrl.hub.model import with_local_models
 from streamrl.lab.simulate.calibration import ALONE, calibrate, learner_kind
 from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.command import check_lengths, checked
-from streamrl.lab.simulate.figures import WARM_UP, Figures, between, figures, mean
+from streamrl.lab.simulate.figures import WARM_UP, Figures, at_ends, between, figures, mean
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.tune.runs import MICRO_BATCH, Calibration, Measured, tokens_needed, too_small
 from streamrl.lab.tune.search import Found, Point, Rule, Searched, choose, search
@@ -153,10 +152,11 @@ def tuned(source: Source, rule: Rule, limits: Limits, runs: Runs) -> Tuned:
 
 def simulated(space: Space, setting: Setting, model: Model, speeds: LearnerSpeeds, *, long: bool) -> Figures | None:
     """What is expected of a setting between a run's begin and its end; None: it cannot run."""
-    steps = (LONG if long else SHORT) + WARM_UP + 2 * math.ceil(setting.bound)
-    config = space.loaded(setting, [f"run.steps={steps}", "run.epochs=null", "checkpoint.every=0"])
+    config = space.loaded(setting, ["run.epochs=null", "checkpoint.every=0"])
     if config is None:
         return None
+    steps = at_ends(config) + WARM_UP + (LONG if long else SHORT)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
     own = replace(model, learner=speeds.line(setting.ranks, setting.micro_batch))
     seeds = range(config.run.seed, config.run.seed + (LONG_SIMULATIONS if long else 1))
     try:

@@ -25,6 +25,9 @@ class Release(Choice, ABC):
 
     holds: ClassVar[bool] = True  # whether it may hold tickets back; nothing is measured for one that never does
 
+    # Learner steps whose groups must be complete before it knows a lead time: those of a simulation do not count.
+    slow_start: int = 0
+
     def __init__(self, groups_per_step: int, options: Options) -> None:
         """`groups_per_step`: P. `options`: those of `replay.release_options`, of the class's own Options."""
         self.groups_per_step = groups_per_step

@@ -49,7 +49,7 @@ class JustInTime(Release):
 
     def __init__(self, groups_per_step: int, options: Timing) -> None:
         super().__init__(groups_per_step, options)
-        self._least = max(LEAST, -(-LEAST_GROUPS // groups_per_step))
+        self.slow_start = max(LEAST, -(-LEAST_GROUPS // groups_per_step))
         self._kept = max(KEPT, -(-KEPT_GROUPS // groups_per_step))
         self._step: list[float] = []  # seconds of the groups of the step that is not full yet
         self._recent: deque[tuple[float, float]] = deque()  # of each step its slowest group and its mean
@@ -69,7 +69,7 @@ class JustInTime(Release):
         self._step.clear()
 
     def lead(self, open_for: Iterable[float], rounds: float) -> float | None:
-        if len(self._slowest) < self._least:
+        if len(self._slowest) < self.slow_start:
             return None
         self._quantile = self._measured(open_for)
         waits = (rounds - 1) * sum(mean for _, mean in self._recent) / len(self._recent) if rounds > 1 else 0.0
