@@ -20,7 +20,7 @@ import mmap
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,16 +116,19 @@ class Host:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def ask(self, call: Call, inference: Inference | None = None) -> Done:
+    async def ask(
+        self, call: Call, inference: Inference | None = None, begun: Callable[[], None] = lambda: None
+    ) -> Done:
         """Make a call. Raises ScorerRaised, ScorerLate, ScorerLost, ScorerUnready, HostEnded, or what `inference` does.
 
-        Cancelled, the call is cancelled there too.
+        Cancelled, the call is cancelled there too. `begun` is called once the process is ready for it.
         """
         self.load += 1
         try:
             await asyncio.shield(self.about)
             if self.ended:
                 raise HostEnded(ScorerLost(f"the process of {self._name} has ended"))
+            begun()
             return await self._ask(call, inference)
         finally:
             self.load -= 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from streamrl.config.task import ScoringConfig
 from streamrl.tasks.environment import Inference
@@ -49,18 +49,24 @@ class HostPool:
         return await asyncio.shield(self._host(0).about)
 
     async def call(
-        self, call: Call, *, inference: Inference | None = None, place: int | None = None, again: bool = True
+        self,
+        call: Call,
+        *,
+        inference: Inference | None = None,
+        place: int | None = None,
+        again: bool = True,
+        begun: Callable[[], None] = lambda: None,
     ) -> Done:
         """Make a call in the process that has least to do, or always in the same one of a `place`.
 
-        again: it may be made again where its process has ended, at last without others beside it. Raises as `Host.ask`
-        does, but for HostEnded.
+        again: it may be made again where its process has ended, at last without others beside it.
+        begun: called once its process is ready for it. Raises as `Host.ask` does, but for HostEnded.
         """
         try:
             for _ in range(TRIES if again else 0):
                 with contextlib.suppress(HostEnded):
-                    return await self._host(place).ask(call, inference)
-            return await (self._call_alone(call) if again else self._host(place).ask(call, inference))
+                    return await self._host(place).ask(call, inference, begun)
+            return await (self._call_alone(call) if again else self._host(place).ask(call, inference, begun))
         except HostEnded as ended:
             raise (ended.why if again else ScorerLost(str(ended))) from None
         except ValueError as error:  # it could be loaded before

@@ -337,6 +337,14 @@ def test_an_agent_whose_process_ends_is_masked_whatever_its_questions_count_as_a
     assert "ScorerLost: the process of exits has ended: exit code 1" in (rollout.failure or "")
 
 
+def test_the_start_of_no_process_is_the_agents_time(scripted, agents, tmp_path):
+    """The module takes longer to import than the agent has; two at once need two processes."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"import time\ntime.sleep(6.0)\n{agents.read_text()}")
+    rollouts, _ = play(scripted([["ab", END]] * 2), n=2, function=f"{slow}:asks_once", timeout=5.0, processes=2)
+    assert [rollout.failure for rollout in rollouts] == [None, None]
+
+
 def test_an_agent_that_blocks_does_not_stop_the_endpoint_of_the_others(scripted, agents):
     async def go() -> tuple[bool, list[float]]:
         share = {"name": "copy", "args": {"length": 2}}

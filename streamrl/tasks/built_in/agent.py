@@ -12,8 +12,9 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -39,10 +40,6 @@ from streamrl.tasks.openai_session import Session
 from streamrl.tasks.process_pipes import exchange, kill
 from streamrl.tasks.starter import BACKWARDS_ARGS, BACKWARDS_FILES, FOLDER, Starter
 from streamrl.tasks.user_reward import check_target
-
-# Of (base URL, question): the agent's own answer, or None where the policy's last turn is the answer. A function of the
-# user's runs in processes of its own: what blocks there, blocks no endpoint.
-AgentFunction = Callable[[str, dict[str, Any]], Awaitable[str | None]]
 
 OUTPUT = 1 << 16  # characters of a command's standard output that are its answer
 
@@ -114,7 +111,7 @@ class Agent(Around):
             )
         self._arguments = arguments
         self._judge_by(task, arguments.task.name)
-        self._run: AgentFunction = self._command if arguments.function is None else self._function
+        self._run = self._command if arguments.function is None else self._function
         self._pool = None if arguments.function is None else _pool(arguments, arguments.function)
         self._places = asyncio.Semaphore(arguments.parallel)
         self._server: OpenAIServer | None = None
@@ -127,7 +124,7 @@ class Agent(Around):
         """Raises NotPlayed where no agent asks anything."""
         server = await self._endpoint()
         if self._pool is not None:
-            await self._pool.about()  # its start is none of the agent's time
+            await self._pool.about()
         return begun(await together(self._play(server, inference, prompt) for _ in range(n)))
 
     async def close(self) -> None:
@@ -138,11 +135,12 @@ class Agent(Around):
             self._server = None
         await self._task.close()
 
-    async def _function(self, base_url: str, question: dict[str, Any]) -> str | None:
+    async def _function(self, base_url: str, question: dict[str, Any], begun: Callable[[], None]) -> str | None:
         """Call the user's function. A process that it blocks for longer than the agent's time is ended."""
         assert self._pool is not None
+        call = Call(method="function", arguments=[base_url, question])
         try:
-            done = await self._pool.call(Call(method="function", arguments=[base_url, question]), again=False)
+            done = await self._pool.call(call, again=False, begun=begun)
         except ScorerLate as late:
             raise AgentFailed(str(late)) from None
         except ScorerLost as lost:  # maybe by another call, whatever the task says of its own scorer
@@ -169,8 +167,8 @@ class Agent(Around):
         failure: Exception | None = None
         async with self._places, server.serving(session) as base_url:
             try:
-                async with asyncio.timeout(self._arguments.timeout):
-                    answer = await self._run(base_url, _question(prompt))
+                async with asyncio.timeout(None) as limit:
+                    answer = await self._run(base_url, _question(prompt), partial(self._begin, limit))
             except TimeoutError:
                 failure = AgentFailed(f"not done in {self._arguments.timeout:g} seconds")
             except Exception as error:  # the policy for foreign agents: count, log, go on
@@ -196,8 +194,13 @@ class Agent(Around):
         parts = {**score.parts, "calls": float(len(session.turns))}
         return Rollout(completion=completion, reward=score.reward, parts=parts, branches=session.branches)
 
-    async def _command(self, base_url: str, question: dict[str, Any]) -> str | None:
+    def _begin(self, limit: asyncio.Timeout) -> None:
+        """The agent's time begins: the start of a function's process is none of it."""
+        limit.reschedule(asyncio.get_running_loop().time() + self._arguments.timeout)
+
+    async def _command(self, base_url: str, question: dict[str, Any], begun: Callable[[], None]) -> str | None:
         """Run the agent's command to its end; the process group is killed when it has no more time."""
+        begun()
         process = await asyncio.create_subprocess_exec(
             *shlex.split(self._arguments.command or ""),
             stdin=asyncio.subprocess.PIPE,
