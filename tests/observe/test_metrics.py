@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from streamrl.algo.diagnostics import BUCKETS
@@ -164,7 +165,10 @@ def test_a_run_without_a_step_has_no_rows(tmp_path):
     assert list(read_metrics(tmp_path)) == []
 
 
-def test_tensorboard_is_written_and_a_resume_hides_the_later_steps(tmp_path):
+@pytest.mark.parametrize("files", [8, 9])
+def test_tensorboard_is_written_and_a_resume_hides_the_later_steps(tmp_path, monkeypatch, files):
+    """Also where both begin in one second, and their files have the numbers 9 and 10 among those of the process."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(files))
     config = Config.model_validate({"observe": {"tensorboard": True}})
     for first, last in ((1, 9), (6, 7)):
         writer = MetricsWriter(tmp_path, open_sinks(config, tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ class TensorBoard(Sink):
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None  # from which on the next writer hides what former files say
         self._has_told = False  # that there is no room
-        self._with_room(self._opened)
 
     @classmethod
     def is_asked_for(cls, observe: ObserveConfig) -> bool:
@@ -62,7 +62,10 @@ class TensorBoard(Sink):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.run_folder / "tensorboard"), purge_step=self._purge_step)
+            folder = self.run_folder / "tensorboard"
+            if self._purge_step is not None:
+                _await_later_name(folder)
+            self._writer = SummaryWriter(str(folder), purge_step=self._purge_step)
             self._purge_step = None
         return self._writer
 
@@ -79,3 +82,9 @@ class TensorBoard(Sink):
             self.close()
         else:
             self._has_told = False
+
+
+def _await_later_name(folder: Path) -> None:
+    """TensorBoard reads files by name: by their second, and those of one second by a number of which 10 is before 9."""
+    while any(folder.glob(f"*.tfevents.{int(time.time()):010}.*")):
+        time.sleep(0.02)
