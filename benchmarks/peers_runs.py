@@ -155,13 +155,14 @@ def run_command(command: Sequence[str], log: Path, enough: Callable[[], bool] = 
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     deadline = time.monotonic() + TIMEOUT
-    ended = False
     with log.open("wb") as output, unwinding_at_sigterm():
-        with sigterm_afterwards():
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
+        process, ended = None, False
         try:
+            with sigterm_afterwards():
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment,
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                )  # fmt: skip
             while process.poll() is None and time.monotonic() < deadline:
                 if not ended and enough():
                     process.terminate()
@@ -169,9 +170,9 @@ def run_command(command: Sequence[str], log: Path, enough: Callable[[], bool] = 
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(LOOK)
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 end_tree(process.pid, timeout=END_GRACE)
-            code = process.wait()
+        code = process.wait()
     if code != 0 and not (ended and code == INTERRUPTED):
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise SystemExit(f"{tail}\n`{' '.join(command)}` ended with {code}")

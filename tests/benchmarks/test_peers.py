@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -109,6 +111,24 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_run_behind(tmp_path):
         bench.terminate()
         assert bench.wait(30.0) != 0
     assert not psutil.pid_exists(int(told.read_text()))
+
+
+def test_a_benchmark_that_is_told_to_end_while_its_run_begins_leaves_none_behind(tmp_path, monkeypatch):
+    begun = []
+
+    class Interrupted(subprocess.Popen):
+        """The signal comes when the run is there, and its caller does not have it yet."""
+
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            begun.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(SystemExit):
+        run_command([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
+    (run,) = begun
+    assert run.poll() is not None
 
 
 def run_of(speed: float, to_reward: float | None, ended: float = 80.0) -> Run:
