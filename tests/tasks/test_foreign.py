@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,26 +172,17 @@ def test_a_gymnasium_environment_that_speaks_no_text_is_refused(scripted, enviro
 @contextmanager
 def openenv_server(*words: str) -> Iterator[str]:
     """Its address, while it runs."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [str(python_of("openenv")), str(EXAMPLES / "recall_server.py"), str(port), *words]
+    command = [str(python_of("openenv")), str(EXAMPLES / "recall_server.py"), *words]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + LOAD_TIMEOUT
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        urllib.request.urlopen(f"{url}/health", timeout=LOAD_TIMEOUT).close()
+        yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.communicate(timeout=30)
 
 
 def test_an_openenv_server_plays_a_group_over_sessions_of_its_own(scripted):

@@ -1,6 +1,10 @@
-"""An OpenEnv server: `recall_server.py PORT SESSIONS [tools]`: two words to be repeated; or a tool that echoes."""
+"""An OpenEnv server, which prints its port: `recall_server.py SESSIONS [tools]`.
+
+Two words to be repeated; or a tool that echoes.
+"""
 
 import random
+import socket
 import sys
 
 import uvicorn
@@ -81,6 +85,8 @@ class Echo(MCPEnvironment):
 
 
 if __name__ == "__main__":
-    kinds = (Echo, CallToolAction, CallToolObservation) if sys.argv[3:] == ["tools"] else (Recall, Say, Shown)
-    app = create_fastapi_app(*kinds, max_concurrent_envs=int(sys.argv[2]))
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    kinds = (Echo, CallToolAction, CallToolObservation) if sys.argv[2:] == ["tools"] else (Recall, Say, Shown)
+    app = create_fastapi_app(*kinds, max_concurrent_envs=int(sys.argv[1]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
