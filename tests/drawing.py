@@ -9,6 +9,7 @@ from streamrl.engine.answers import Answer
 from streamrl.engine.client import EngineClient
 from streamrl.generate.adapters import AdapterPolicy
 from streamrl.generate.continuation import Continuation
+from streamrl.generate.gate import GatedPolicy
 from streamrl.types import PolicyVersion
 
 FIRST = PolicyVersion(0)
@@ -26,7 +27,7 @@ class Drawing:
 
     def __init__(
         self,
-        policy: EngineClient | AdapterPolicy,
+        policy: EngineClient | AdapterPolicy | GatedPolicy,
         prompt: list[int],
         sampling: dict[str, Any],
         version: PolicyVersion = FIRST,

@@ -22,6 +22,7 @@ from streamrl.stream.messages import (
     Heartbeat,
     Hello,
     Introduce,
+    Message,
     Refused,
     ServerState,
     Stop,
@@ -294,8 +295,11 @@ def test_what_the_worker_must_act_on_is_handed_to_it(tmp_path: Path) -> None:
             service.send(Tickets(tickets=(ticket(5),)))
             service.send(Accepted(group_id=1, attempt=0))
             service.send(Stop(reason="over"))
-            received = [message for _ in range(3) if (message := await link.receive()) is not None]
-            assert [type(message) for message in received] == [Tickets, Stop]
+            received: list[Message | None] = [None]
+            async with asyncio.timeout(WAIT):
+                while not isinstance(received[-1], Stop):
+                    received.append(await link.receive())
+            assert [type(message) for message in received if message is not None] == [Tickets, Stop]
         finally:
             link.close()
 

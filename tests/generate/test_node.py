@@ -25,7 +25,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def config(tmp_path: Path, model_folders: tuple[Path, Path]) -> Path:
-    """Of a run whose roles give up after two seconds without a word."""
+    """Of a run whose roles give up after two seconds without a word, unless an override says otherwise."""
     tree = {
         "run": {"name": "run", "folder": str(tmp_path), "progress_timeout": 2.0},
         "model": {"path": str(model_folders[0])},
@@ -39,11 +39,11 @@ def config(tmp_path: Path, model_folders: tuple[Path, Path]) -> Path:
 
 @pytest.fixture
 def start(config: Path) -> Iterator[Start]:
-    """`start()`: node 1 of the server of worker 0."""
+    """`start(*overrides)`: node 1 of the server of worker 0."""
     started: list[subprocess.Popen[str]] = []
 
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "streamrl.cli", "generator", str(config), "--node", "1"]
+    def start(*overrides: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "streamrl.cli", "generator", str(config), *overrides, "--node", "1"]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -63,7 +63,7 @@ def until(condition: Callable[[], object], node: subprocess.Popen[str]) -> None:
 
 def test_it_joins_its_server_and_ends_it_and_itself_as_its_worker_has(start: Start, tmp_path: Path) -> None:
     segments = nobodys()
-    node, run = start(), tmp_path / "run"
+    node, run = start(f"run.progress_timeout={DEADLINE}"), tmp_path / "run"
     nodes = FurtherNodes(run, "server-0", 2)
     until(run.exists, node)
     nodes.begin("127.0.0.1", 1, time.monotonic())

@@ -19,6 +19,7 @@ from streamrl.publish.staging import Staging
 from streamrl.publish.transport import Sink, Source
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
+from tests.drawing import Drawing
 
 TIMEOUT = 60.0
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
@@ -38,28 +39,27 @@ async def publish(source: Source, sink: Sink, folder: Path, step: int) -> None:
 def test_a_version_that_comes_while_a_server_sleeps_wakes_nobody(fresh_server, model_folders, tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": model_folders[0]}, "publish": {"transport": "disk"}})
 
-    async def run() -> tuple[list[Answer], list[Answer]]:
+    async def run() -> tuple[Answer, Answer]:
         client, gate = EngineClient(fresh_server.address, TIMEOUT), RequestGate()
         pauses = Pauses(client, TIMEOUT)
         policy, sink = GatedPolicy(client, gate), make_sink(config, client, gate, pauses=pauses)
         source = make_source(config, tmp_path, "tcp://127.0.0.1:1")
         try:
-            early = asyncio.create_task(policy.generate(PROMPT, SAMPLING, 1))
-            await asyncio.sleep(0.1)
-            assert not early.done()
+            early = Drawing(policy, PROMPT, SAMPLING)
+            await early.goes_on()
             await pauses.begin(Reason.ASLEEP, "retract")
             await publish(source, sink, model_folders[1], 1)
             assert (await client.model_info()).weight_version == "1.0"
             late = asyncio.create_task(policy.generate(PROMPT, SHORT, 1))
-            await asyncio.wait((early, late), timeout=QUIET)
-            assert not early.done()
+            await asyncio.wait((late,), timeout=QUIET)
+            assert not early.is_whole
             assert not late.done()
             await pauses.end(Reason.ASLEEP)
-            return await asyncio.gather(early, late)
+            return await early.whole(), (await late)[0]
         finally:
             await client.close()
 
-    (early,), (late,) = asyncio.run(run())
+    early, late = asyncio.run(run())
     assert [span.version for span in early.meta_info.weight_versions] == ["0.0", "1.0"]
     assert [span.version for span in late.meta_info.weight_versions] == ["1.0"]
     assert (len(early.output_ids), len(late.output_ids)) == (300, 2)

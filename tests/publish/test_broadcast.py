@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import aiohttp
 import pytest
 import torch
 from msgspec.structs import replace
@@ -23,11 +22,13 @@ from streamrl.publish.staging import Staged
 from streamrl.publish.transport import Check, PublishError, Sink
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
+from tests.drawing import Drawing
 from tests.publish.conftest import TIMEOUT, Backend
 
 CONFIG = Config.model_validate({"publish": {"timeout": TIMEOUT}})
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
 PROMPTS = [[1, 4, 2, 8], [3, 3, 5], [7, 1, 0, 2, 5, 8], [6, 8]]
+TWICE = [prompt for prompt in PROMPTS for _ in range(2)]
 
 
 def until(deadline: float) -> Check:
@@ -48,23 +49,15 @@ async def publish(source: BroadcastSource, sink: Sink, staged: Staged) -> None:
     await asyncio.gather(sending, sink.apply(staged.version, manifest))
 
 
-async def running(address: str) -> int:
-    """How many requests the server draws tokens for."""
-    async with aiohttp.ClientSession() as session, session.get(f"{address}/v1/loads") as answer:
-        return sum(load["num_running_reqs"] for load in (await answer.json())["loads"])
-
-
-async def long_answers(client: EngineClient, tokens: int) -> list[asyncio.Task[list[Answer]]]:
-    """Requests that are well under way: the server draws tokens for all of them."""
+def draw(client: EngineClient, tokens: int) -> list[Drawing]:
+    """Two answers to each prompt."""
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
-    tasks = [asyncio.create_task(client.generate(prompt, sampling, n=2)) for prompt in PROMPTS]
-    deadline = time.monotonic() + TIMEOUT
-    while await running(client.address) < 2 * len(PROMPTS):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(0.5)
-    assert not any(task.done() for task in tasks)
-    return tasks
+    return [Drawing(client, prompt, sampling) for prompt in TWICE]
+
+
+async def go_on(drawings: list[Drawing]) -> None:
+    """Until the server has drawn further tokens of each."""
+    await asyncio.gather(*(drawing.goes_on() for drawing in drawings))
 
 
 def on_server(server: Server, backend: Backend, work: Callable, config: Config = CONFIG) -> object:
@@ -94,12 +87,12 @@ def test_versions_arrive_while_requests_are_in_flight_and_every_token_is_of_its_
     backend: Backend, fresh_server, model_folders, forward_logprobs
 ):
     async def work(client, source, sink):
-        tasks = await long_answers(client, tokens=700)
+        drawings = draw(client, tokens=700)
         for step in (1, 2):
-            await publish(source, sink, backend.staged(model_folders[step % 2], step))
-            await asyncio.sleep(0.3)
-        answers = await asyncio.gather(*tasks)
-        return [answer for pair in answers for answer in pair], await client.model_info()
+            staged = backend.staged(model_folders[step % 2], step)
+            await go_on(drawings)
+            await publish(source, sink, staged)
+        return [await drawing.whole() for drawing in drawings], await client.model_info()
 
     answers, info = on_server(fresh_server, backend, work)
     assert info.weight_version == "2.0"
@@ -109,8 +102,7 @@ def test_versions_arrive_while_requests_are_in_flight_and_every_token_is_of_its_
     for answer in answers:
         assert [span.version for span in answer.meta_info.weight_versions] == ["0.0", "1.0", "2.0"]
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
-    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
-    check_spans(answers, prompts, {"0.0": weights[0], "1.0": weights[1], "2.0": weights[0]}, forward_logprobs)
+    check_spans(answers, TWICE, {"0.0": weights[0], "1.0": weights[1], "2.0": weights[0]}, forward_logprobs)
 
 
 def test_the_weights_that_arrive_are_bitwise_those_of_the_source(backend: Backend, fresh_server, model_folders):
@@ -132,8 +124,9 @@ def test_a_transfer_that_breaks_off_lets_no_token_come_from_half_a_version(
     backend = gloo
 
     async def work(client, source, sink):
-        tasks = await long_answers(client, tokens=400)
+        drawings = draw(client, tokens=400)
         whole = backend.staged(model_folders[1], 1)
+        await go_on(drawings)
         manifest = source.manifest(STATE, whole)
         receiving = asyncio.create_task(sink.apply(whole.version, manifest))
         first = Staged(whole.version, whole.buckets[:1])
@@ -143,17 +136,15 @@ def test_a_transfer_that_breaks_off_lets_no_token_come_from_half_a_version(
             await receiving
         assert (await client.model_info()).weight_version == "1.0-partial"
         await asyncio.sleep(1.0)
-        assert not any(task.done() for task in tasks)
+        assert not any(drawing.is_whole for drawing in drawings)
         await publish(source, sink, backend.staged(model_folders[1], 2))
-        answers = await asyncio.gather(*tasks)
-        return [answer for pair in answers for answer in pair]
+        return [await drawing.whole() for drawing in drawings]
 
     answers = on_server(fresh_server, backend, work)
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
     for answer in answers:
         assert [span.version for span in answer.meta_info.weight_versions] == ["0.0", "2.0"]
-    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
-    check_spans(answers, prompts, {"0.0": weights[0], "2.0": weights[1]}, forward_logprobs)
+    check_spans(answers, TWICE, {"0.0": weights[0], "2.0": weights[1]}, forward_logprobs)
 
 
 def test_a_source_that_goes_before_it_sends_leaves_the_server_generating(gloo: Backend, fresh_server, model_folders):
