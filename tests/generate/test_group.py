@@ -255,13 +255,15 @@ def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is
         """Two samples that are finished when the deadline comes, two that have a long way to go."""
 
         async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
-            completions = await inference.generate(prompt.content, 2, max_new_tokens=2)
-            inference.deadline = asyncio.get_running_loop().time() + 1.0
             drawing = inference._sampling.drawing
             ignoring = {"ignore_eos": True}  # the tiny model ends an answer after a few tokens
             inference._sampling.drawing = lambda own: replace(
                 drawing(own), parameters={**drawing(own).parameters, **ignoring}
             )
+            now = asyncio.get_running_loop().time
+            began = now()
+            completions = await inference.generate(prompt.content, 2, max_new_tokens=64, stop_token_ids=[])
+            inference.deadline = now() + max(1.0, now() - began)  # in the time of 64 tokens, more than 2 and not 1900
             completions += await inference.generate(prompt.content, 2, max_new_tokens=1900, stop_token_ids=[])
             return await self.score_all(prompt, completions)
 

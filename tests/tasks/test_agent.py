@@ -254,6 +254,8 @@ def test_a_command_may_print_before_it_reads_its_question(tmp_path: Path):
 
 AGENTS = """
     import asyncio, os, time
+    from pathlib import Path
+
     import aiohttp
 
     async def lazy(base_url, question):
@@ -281,6 +283,13 @@ AGENTS = """
     async def blocks(base_url, question):
         await asks_once(base_url, question)
         time.sleep(1e9)
+
+    async def blocks_until_released(base_url, question):
+        await asks_once(base_url, question)
+        here = Path(__file__)
+        here.with_name("blocks").touch()
+        while not here.with_name("released").exists():
+            time.sleep(0.05)
 
     async def raises(base_url, question):
         await asks_once(base_url, question)
@@ -318,7 +327,7 @@ def test_an_agent_that_fails_costs_its_sample(scripted, agents, agent, reason, m
     timeout = 3.0 if agent in ("hangs", "blocks") else 60.0
     (rollout,), _ = play(scripted([["ab", END]]), function=f"{agents}:{agent}", timeout=timeout)
     assert rollout.masked == masked
-    assert rollout.parts == ({} if masked else {FAILED: 1.0})
+    assert (rollout.reward, rollout.parts) == (0.0, {} if masked else {FAILED: 1.0})
     assert reason in rollout.failure
 
 
@@ -346,30 +355,30 @@ def test_the_start_of_no_process_is_the_agents_time(scripted, agents, tmp_path):
 
 
 def test_an_agent_that_blocks_does_not_stop_the_endpoint_of_the_others(scripted, agents):
-    async def go() -> tuple[bool, list[float]]:
-        share = {"name": "copy", "args": {"length": 2}}
-        args = {"task": share, "function": f"{agents}:blocks", "timeout": 4.0}
+    blocks, released = agents.with_name("blocks"), agents.with_name("released")
+
+    async def go() -> list[Rollout]:
+        args = {"task": {"name": "copy", "args": {"length": 2}}, "function": f"{agents}:blocks_until_released"}
         task = build_task(TaskConfig(name="agent", args=args), seed=1, split="train")
         try:
             blocked = asyncio.create_task(task.rollout_group(scripted([["ab", END]]), task.prompt(0), 1))
             server = await task._endpoint()
-            await asyncio.wait((blocked,), timeout=0.1)
-            answered = 0
+            while not blocks.exists():
+                assert not blocked.done()
+                await asyncio.sleep(0.05)
             session = Session(scripted([]), task.prompt(0), most_calls=1)
             async with server.serving(session) as base_url:
-                while not blocked.done():
-                    async with (
-                        asyncio.timeout(2.0),
-                        aiohttp.ClientSession() as client,
-                        client.get(f"{base_url}/models") as reply,
-                    ):
-                        answered += reply.status == 200
-                    await asyncio.sleep(0.05)
-            return answered > 10, [rollout.reward for rollout in await blocked]
+                for _ in range(20):
+                    async with aiohttp.ClientSession() as client, client.get(f"{base_url}/models") as reply:
+                        assert reply.status == 200
+            assert not blocked.done()
+            released.touch()
+            return await blocked
         finally:
             await task.close()
 
-    assert asyncio.run(go()) == (True, [0.0])
+    (rollout,) = asyncio.run(go())
+    assert rollout.failure is None
 
 
 def test_an_agent_that_asks_nothing_gives_no_sample_and_where_none_asks_the_task_has_failed(scripted, agents):
@@ -387,7 +396,7 @@ def test_an_agent_that_asks_nothing_gives_no_sample_and_where_none_asks_the_task
 def test_an_agent_whose_first_call_the_policy_does_not_answer_has_asked_and_lacks_a_servers_answer(scripted, agents):
     inference = scripted([])
     asked, given_up = silenced(inference)
-    rollouts, _ = play(inference, n=2, function=f"{agents}:asks_once", timeout=6.0)
+    rollouts, _ = play(inference, n=2, function=f"{agents}:asks_once", timeout=6.0, processes=1)
     assert asked.is_set()
     assert given_up.is_set()
     assert [(rollout.is_answered, rollout.completion.failure) for rollout in rollouts] == [(False, "server")] * 2

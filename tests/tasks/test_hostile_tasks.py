@@ -317,7 +317,7 @@ def test_prompts_and_rollouts_that_do_not_travel_are_told_and_cost_no_process(ho
         return str(raised.value)
 
     async def play() -> tuple[list[str], bool]:
-        async with host("Lists", processes=1) as task:
+        async with host("Lists", processes=1, timeout=DEADLINE) as task:
             before, prompt = task.pool.pids, await task.fetch(0)
             refusals = [await refusal(lambda index=index: task.fetch(index)) for index in (10, 11, 12)]
             refusals.append(await refusal(lambda: task.rollout_group(scripted([["a"]]), prompt, 1)))
@@ -350,7 +350,7 @@ def test_a_class_that_misbehaves_while_it_is_made_is_refused_by_one_line(host, n
 
 def test_a_worker_that_can_open_no_more_files_masks_what_it_cannot_have_judged(host, exhaust):
     async def play() -> Rollout:
-        async with host("Own", processes=1) as task:
+        async with host("Own", processes=1, timeout=DEADLINE) as task:
             prompt = await task.fetch(0)
             os.kill(task.pool.pids[0], signal.SIGKILL)
             while task.pool.pids:
@@ -370,7 +370,7 @@ def test_a_worker_that_can_open_no_more_files_masks_what_it_cannot_have_judged(h
 
 def test_a_worker_without_a_descriptor_for_a_judge_masks_the_answer(host):
     async def ask() -> None:
-        async with UserReward(f"{host.file}:reward", processes=1, timeout=TIMEOUT, start_timeout=DEADLINE) as rewards:
+        async with UserReward(f"{host.file}:reward", processes=1, timeout=DEADLINE, start_timeout=DEADLINE) as rewards:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
             try:
