@@ -275,7 +275,9 @@ def test_no_thread_is_left_behind_a_closed_service(keys: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_asyncio_peers_bring_the_key_too(router: Router, keys: Path) -> None:
+def test_asyncio_peers_bring_the_key_too(router: Router, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.stream.sockets.LINGER", 20_000)  # milliseconds; its last word has the time it takes
+
     async def peer() -> None:
         dealer = Dealer(router.address, STREAM, keys, "generator-0", on_loop=True)
         await dealer.send_async(Credit(capacity=2))

@@ -235,7 +235,10 @@ def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(make_group: 
     assert len(used) < len(groups)
 
 
-def test_the_last_word_leaves_before_the_socket_closes(router: Router, connect: Connect) -> None:
+def test_the_last_word_leaves_before_the_socket_closes(
+    router: Router, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.stream.sockets.LINGER", 20_000)  # milliseconds; it has the time it takes
     dealer = connect(router.address, STREAM, None, "leaving")
     dealer.send(Bye())
     dealer.close()
