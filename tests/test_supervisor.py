@@ -43,14 +43,19 @@ time.sleep(life.get("waits first", 0.0))
 if "says" in life:
     print(life["says"], flush=True)
 events = EventLog(events_path, name)
-if life.get("ready", True):
-    events.emit("ready")
 for event, fields in life.get("tells", {}).items():
     events.emit(event, **fields)
+if life.get("ready", True):
+    events.emit("ready")
 for path, content in life.get("leaves", {}).items():
     (run_folder / path).parent.mkdir(exist_ok=True)
     (run_folder / path).write_text(content)
 time.sleep(life.get("seconds", 0.3))
+if "awaits" in life:  # another role's start
+    other, start = life["awaits"]
+    started = run_folder / f"{other}.lives"
+    while not started.exists() or started.read_text() != str(start):
+        time.sleep(0.05)
 if "outlives" in life:  # also in the eyes of the supervisor
     other = run_folder / f"{life['outlives']}.pid"
     while not other.exists() or Path("/proc", other.read_text()).exists():
@@ -81,7 +86,6 @@ else:
     (run_folder / "over").touch()
 """
 WAITS, DIES, DONE = {"end": "waits"}, {"end": "killed"}, {"end": "done", "steps": STEPS}
-DONE_LATE = DONE | {"seconds": 4}
 
 
 @pytest.fixture
@@ -89,7 +93,7 @@ def supervise(tmp_path) -> Callable[..., tuple[int, Path]]:
     """`supervise(replay=, generator=, learner=)`: runs scripted lives of the roles; (exit code, run folder)."""
 
     def run(
-        restarts: int = 3, start_timeout: float = 30, stop_timeout: float = 5, workers: int = 1, rows: bool = False,
+        restarts: int = 3, start_timeout: float = 600, stop_timeout: float = 5, workers: int = 1, rows: bool = False,
         **lives: list[dict],
     ) -> tuple[int, Path]:  # fmt: skip
         config = Config.model_validate(
@@ -200,7 +204,7 @@ def test_of_a_run_that_is_complete_nothing_is_started_while_its_last_checkpoint_
 
 
 def test_the_replay_service_is_started_again_when_it_is_killed(supervise):
-    code, folder = supervise(replay=[DIES, DIES, WAITS], learner=[DONE_LATE])
+    code, folder = supervise(replay=[DIES, DIES, WAITS], learner=[DONE | {"awaits": ["replay-0", 3]}])
     assert (code, starts(folder, "replay-0")) == (0, 3)
 
 
@@ -222,7 +226,7 @@ def test_restarts_are_counted(supervise, capsys):
 
 
 def test_a_role_that_dies_is_started_again_and_the_log_says_so(supervise, caplog):
-    code, _ = supervise(generator=[DIES, WAITS], learner=[DONE_LATE])
+    code, _ = supervise(generator=[DIES, WAITS], learner=[DONE | {"awaits": ["generator-0", 2]}])
     assert code == 0
     documented("... ended with ..., and is started again (...)", caplog.text, GOES_ON)
 
@@ -248,7 +252,7 @@ def test_a_clock_that_is_set_while_the_run_goes_on_changes_nothing(supervise, mo
     """The roles' events have times of before the jumps; the supervisor reads what was told since the start."""
     clock, looks = time.time, itertools.count(1)
     monkeypatch.setattr("time.time", lambda: clock() + 3600 * next(looks))
-    code, folder = supervise(start_timeout=10, learner=[{"end": "killed", "steps": 1}, DONE])
+    code, folder = supervise(learner=[{"end": "killed", "steps": 1}, DONE])
     assert (code, starts(folder, "learner-0")) == (0, 2)
 
 
@@ -321,7 +325,7 @@ FINISHED = {"learner.finished": {"version": f"{STEPS}.0"}}
 
 
 def test_a_learner_that_is_killed_when_the_service_knows_its_end_does_not_fail_the_run(supervise):
-    replay = {"end": "well", "tells": FINISHED | {"replay.stop": {"code": 0}}, "seconds": 4}
+    replay = {"end": "well", "tells": FINISHED | {"replay.stop": {"code": 0}}, "outlives": "learner-0"}
     code, folder = supervise(replay=[replay], learner=[{"end": "killed", "steps": STEPS}], generator=[WAITS])
     assert (code, starts(folder, "learner-0")) == (0, 1)
 
