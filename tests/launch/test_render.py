@@ -35,6 +35,7 @@ case "$*" in
   ;;
 *"cli learner"*)
   (({learner} >= 0)) || lives learner
+  (({replay})) || until [[ -s "{folder}/replay" ]]; do sleep 0.05; done
   echo "$$" > "{folder}/learner"
   exit {learner}
   ;;
@@ -198,7 +199,8 @@ def test_separate_jobs_need_nodes_of_their_own(launch):
 def _start(folder: Path, text: str, arguments: list[str], **ends: int) -> subprocess.Popen[str]:
     """A script, with fakes for all that it starts; `ends`: exit codes, and tenths of seconds that it prepares.
 
-    A learner of -1 and a replay service of 0 live until they are told to end.
+    A learner of -1 and a replay service of 0 live until they are told to end. Each of the two waits for the other
+    before it ends by itself.
     """
     ends = {"learner": 0, "replay": 0, "generator": 0, "prepares": 0} | ends
     fakes = {"python": FAKE, "srun": SRUN, "squeue": SQUEUE, "scancel": SCANCEL, "scontrol": SCONTROL}
@@ -206,7 +208,8 @@ def _start(folder: Path, text: str, arguments: list[str], **ends: int) -> subpro
         path = folder / name
         path.write_text(script.format(folder=folder, **ends) if "{" in script else script)
         path.chmod(0o755)
-    (folder / "learner").unlink(missing_ok=True)
+    for role in ("replay", "learner"):
+        (folder / role).unlink(missing_ok=True)
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
     slurm |= {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **slurm}
