@@ -18,6 +18,7 @@ from streamrl import cli, run_folder
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.places import absolute, load_run, train_again
+from streamrl.stream.address import address_path
 
 ROWS = "\n".join(f'{{"prompt": "{"abcdefgh"[number]}=", "answer": "a"}}' for number in range(8))
 
@@ -122,29 +123,29 @@ def test_the_printed_command_resumes_the_run_from_another_folder_also_after_fres
     (work / "config.yaml").write_text(
         "run: {name: quick, steps: 4000}\nmodel: {path: models/tiny}\ngenerate: {attach: ['http://127.0.0.1:9']}\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment, run = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}, work / "runs/quick"
     command = [sys.executable, "-m", "streamrl.cli", "train", "config.yaml", "--fresh"]
-    printed = interrupted(command, work, environment)
+    printed = interrupted(command, work, run, environment)
     line = next(line for line in printed.splitlines() if line.startswith("streamrl: interrupted"))
     again = line.partition("this resumes the run: ")[2]
     assert "--fresh" not in again
     words = again.split()
     assert words[1:] == ["train", f"{work}/runs/quick/config.yaml"]
-    interrupted([sys.executable, "-m", "streamrl.cli", *words[1:]], tmp_path, environment)
+    printed = interrupted([sys.executable, "-m", "streamrl.cli", *words[1:]], tmp_path, run, environment)
+    assert f"streamrl: interrupted; this resumes the run: {again}" in printed
     assert [path.name for path in sorted((work / "runs").iterdir())] == [".quick.lock", "quick"]
     assert not (tmp_path / "runs").exists()
 
 
-def interrupted(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Start a run, send SIGINT once the replay service listens, and give what it printed."""
+def interrupted(command: list[str], folder: Path, run: Path, environment: dict[str, str]) -> str:
+    """Start `run` in `folder`, send SIGINT once its replay service listens, and give what it printed."""
+    listens = address_path(run)
+    listens.unlink(missing_ok=True)
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
-    logs = folder / "runs/quick/logs/replay-0.log"
-    while not logs.exists() and process.poll() is None and time.monotonic() < deadline:
+    while not listens.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-        logs = next(Path(folder.parent).glob("**/runs/quick/logs/replay-0.log"), logs)
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     return process.communicate(timeout=120)[1]
