@@ -10,7 +10,8 @@ Nothing in it waits for a peer. What each may say is listed in `stream/messages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from streamrl.config import Config
 from streamrl.observe.events import Events
@@ -55,6 +56,13 @@ class Core:
         """Of a run without a folder: nothing is recovered, no journal is written, no event is logged."""
         events = Events()
         return cls(config, DurableBuffer(config, None, events), send, events, now)
+
+    def recover(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """What the journal does not know: `events` are the records of the services before this one, in order.
+
+        To be called before any message. Raises ValueError for a version that is none.
+        """
+        self._run.evaluations.recover(events)
 
     @property
     def run_id(self) -> str:

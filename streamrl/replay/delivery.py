@@ -99,6 +99,7 @@ class Delivery:
     def _pop(self, step: int, now: float) -> _Batch | None:
         """The batch of a step, if it is complete, with what happened since the one before."""
         buffer = self._durable.buffer
+        again = step < buffer.next_step
         groups = buffer.pop(step)
         if groups is None:
             return None
@@ -112,16 +113,16 @@ class Delivery:
             groups=buffer.groups,
             bytes=buffer.bytes,
             selection=buffer.selection_metrics(),
-            evaluation=self.evaluations.metrics(step, now),
+            evaluation=self.evaluations.metrics(step, now, again=again),
             mismatch=self.mismatches.metrics(step),
             bound=buffer.adaptive.reason()[:MAX_REASON],
         )
         self._tokens = 0
         ids = [stored.group_id for stored in groups]
         reused = [stored.group_id for stored in groups if stored.again]
-        again = {"reused": reused} if reused else {}
+        further = ({"reused": reused} if reused else {}) | self.evaluations.fields(step)
         self._events.emit(
-            "batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes, group_ids=ids, **again
+            "batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes, group_ids=ids, **further
         )
         header = BatchHeader(
             step=step,

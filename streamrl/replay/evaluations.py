@@ -1,17 +1,29 @@
 """What evaluations tell and what they cost: figures for the learner's next row, and how long a publish waited for them.
 
-Pure, like the buffer: messages and times come in as arguments.
+What was told with which batch is in the service's events, for the service that comes after a crash:
+
+    evaluated (number, version, metrics) ─▶ batch (step, evaluation: its number) or evaluated.late: all that are left
+
+Pure, like the buffer: messages, times and records come in as arguments.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from streamrl.stream.messages import Evaluated, ServerState
 from streamrl.types import PolicyVersion
 
 WAIT = "eval/publish_wait"
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    number: int  # in the run
+    told: Evaluated
 
 
 class Evaluations:
@@ -23,23 +35,47 @@ class Evaluations:
     Usage:
         evaluations.record(Evaluated(version=v20, metrics={"eval/copy/pass@1": 0.5}))
         evaluations.metrics(step=21, now=3.0)  # {'eval/copy/pass@1': 0.5}
+        evaluations.fields(step=21)  # {'evaluation': 0}, for the event of the batch
     """
 
     def __init__(self) -> None:
-        self._news: deque[Evaluated] = deque()  # that no batch has taken along
-        self._given: dict[int, dict[str, float]] = {}  # by the learner step whose batch took them along
-        self._newest: PolicyVersion | None = None  # that was announced
+        self._numbers = 0  # evaluations so far
+        self._news: deque[_Evaluation] = deque()  # that no batch has taken along
+        self._given: dict[int, _Evaluation] = {}  # by the learner step whose batch took them along
+        self._waits: dict[int, float] = {}  # seconds, by the same
+        self._first: dict[int, PolicyVersion] = {}  # lowest version announced, by its incarnation
+        self._newest: PolicyVersion | None = None  # that was announced, to this process
         self._since: float | None = None  # when the present wait began
         self._counted = 0.0  # until when the present wait is in a batch's figures
         self._waited = 0.0  # seconds that are in none
 
-    def announce(self, version: PolicyVersion) -> None:
-        """The learner has published `version`."""
-        self._newest = version
+    def recover(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Become what the events of former services say, in order, before anything else is told.
 
-    def record(self, message: Evaluated) -> None:
-        """An evaluation is complete."""
-        self._news.append(message)
+        An evaluation without a number is of a service that did not say which batch took it along: it is not told again.
+        """
+        for event in events:
+            match event:
+                case {"event": "evaluated", "number": number, "version": version, "metrics": metrics}:
+                    self._add(_Evaluation(number, Evaluated(version=PolicyVersion.parse(version), metrics=metrics)))
+                case {"event": "publish.announced", "version": version}:
+                    self._leave(PolicyVersion.parse(version))
+                case {"event": "batch", "step": step}:
+                    self._give(step, event.get("evaluation"))
+                    self._wait(step, event.get("publish_wait", 0.0))
+                case {"event": "evaluated.late"}:
+                    self._news.clear()
+
+    def announce(self, version: PolicyVersion) -> None:
+        """The learner has published `version`. What it `leaves` is told no more: the run has no such weights."""
+        self._newest = version
+        self._leave(version)
+
+    def record(self, message: Evaluated) -> int:
+        """An evaluation is complete. Returns its number in the run, for the event."""
+        evaluation = _Evaluation(self._numbers, message)
+        self._add(evaluation)
+        return evaluation.number
 
     def tick(self, servers: Sequence[ServerState], now: float) -> float | None:
         """Take note of the live servers. The seconds of a wait for an evaluation that is over now, else None."""
@@ -53,21 +89,56 @@ class Evaluations:
         seconds, self._since = now - self._since, None
         return seconds
 
-    def metrics(self, step: int, now: float) -> dict[str, float]:
+    def metrics(self, step: int, now: float, *, again: bool = False) -> dict[str, float]:
         """For the batch of `step`: what has come since the last one, of two evaluations the first.
 
-        A step that is delivered again brings the same again.
+        A step that is delivered `again` brings the same again, and what it did not bring waits for a new one.
         """
-        if step not in self._given and self._news:
-            self._given[step] = self._news.popleft().metrics
-        if waited := self._pop_waited(now):
-            self._given[step] = self._given.get(step, {}) | {WAIT: waited}
-        return self._given.get(step, {})
+        if not again:
+            self._give(step, self._news[0].number if self._news else None)
+            self._wait(step, self._pop_waited(now))
+        given, waited = self._given.get(step), self._waits.get(step)
+        return (given.told.metrics if given else {}) | ({WAIT: waited} if waited else {})
+
+    def fields(self, step: int) -> dict[str, Any]:
+        """What `recover` needs to know of this batch: fields of its event."""
+        given, waited = self._given.get(step), self._waits.get(step)
+        return ({"evaluation": given.number} if given else {}) | ({"publish_wait": waited} if waited else {})
 
     def rest(self) -> list[Evaluated]:
         """The evaluations that have come since the last batch of the run. Nobody waits for a publish any more."""
-        news, self._news = [*self._news], deque()
+        news, self._news = [evaluation.told for evaluation in self._news], deque()
         return news
+
+    def _add(self, evaluation: _Evaluation) -> None:
+        self._numbers = max(self._numbers, evaluation.number + 1)
+        if self._is_of_the_run(evaluation):
+            self._news.append(evaluation)
+
+    def _give(self, step: int, number: int | None) -> None:
+        """The batch of `step` takes the evaluation of this number along, unless it has one."""
+        found = next((each for each in self._news if each.number == number), None)
+        if found is not None and step not in self._given:
+            self._news.remove(found)
+            self._given[step] = found
+
+    def _wait(self, step: int, seconds: float) -> None:
+        """The batch of `step` tells of so long a wait."""
+        self._waits.pop(step, None)
+        if seconds:
+            self._waits[step] = seconds
+
+    def _leave(self, version: PolicyVersion) -> None:
+        """Forget the evaluations of weights that the run has no more since `version` is published."""
+        first = self._first.get(version.incarnation)
+        if first is not None and first <= version:
+            return
+        self._first[version.incarnation] = version
+        self._news = deque(filter(self._is_of_the_run, self._news))
+        self._given = {step: each for step, each in self._given.items() if self._is_of_the_run(each)}
+
+    def _is_of_the_run(self, evaluation: _Evaluation) -> bool:
+        return not any(first.leaves(evaluation.told.version) for first in self._first.values())
 
     def _count(self, now: float) -> None:
         """Count a wait that goes on, up to now."""

@@ -92,8 +92,8 @@ class GeneratorSide:
                 run.delivery.mismatches.record(message)
                 run.events.emit("mismatch.measured", server=server, version=version, metrics=metrics)
             case Evaluated(version=version, metrics=metrics):
-                run.evaluations.record(message)
-                run.events.emit("evaluated", worker=worker.name, version=version, metrics=metrics)
+                number = run.evaluations.record(message)
+                run.events.emit("evaluated", worker=worker.name, number=number, version=version, metrics=metrics)
             case PublishFailed(server=server, version=version, reason=reason):
                 worker.missed(server, version, run.buffer.began.incarnation if run.buffer.began else 0)
                 run.events.emit("publish.failed", server=server, version=version, reason=reason)

@@ -170,6 +170,7 @@ class LearnerSide:
     def send_evaluations(self) -> None:
         """Those that no batch has taken along: the run ends."""
         run = self._run
-        if run.peers.learner is not None:
-            for late in run.evaluations.rest():
+        if run.peers.learner is not None and (rest := run.evaluations.rest()):
+            run.events.emit("evaluated.late", versions=[str(late.version) for late in rest])
+            for late in rest:
                 run.send(run.peers.learner, late)

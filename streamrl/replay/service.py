@@ -22,7 +22,7 @@ import zmq
 
 from streamrl.config import Config
 from streamrl.observe.descriptors import raise_limit
-from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.events import EventLog, event_path, role_events
 from streamrl.replay.core import Core
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import JournalDamaged
@@ -90,6 +90,7 @@ class Service:
         self._durable = DurableBuffer(config, run_folder, events, clock)
         self._router = router or listen(config, run_folder)
         self.core = Core(config, self._durable, self._router.send, events, clock())
+        self.core.recover(role_events(run_folder, "replay"))
         self._interrupted: tuple[str, int] | None = None
         self.address = write_address(run_folder, self._router.address, config.replay.host)
         events.emit("ready", address=self.address)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from service_parts import RUN, V0, V1, MakeGroup, Running, answer, receive, receive_tickets
+from service_parts import (
+    RUN,
+    V0,
+    V1,
+    WAIT,
+    MakeGroup,
+    Running,
+    ServiceProcess,
+    answer,
+    receive,
+    receive_tickets,
+)
 
 from streamrl.config import evaluate as config_evaluate
+from streamrl.observe.events import read_events
 from streamrl.replay.evaluations import Evaluations
 from streamrl.stream.messages import (
     Applied,
@@ -21,11 +36,45 @@ from streamrl.stream.messages import (
     Roster,
     ServerState,
     Stop,
+    Welcome,
 )
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import PolicyVersion
 
 V20 = PolicyVersion(20)
+HALF, ALL = (Evaluated(version=V20, metrics={"eval/copy/pass@1": rate}) for rate in (0.5, 1.0))
+
+
+class Log:
+    """Evaluations, and the events that a service writes of them."""
+
+    def __init__(self) -> None:
+        self.evaluations, self.events = Evaluations(), list[dict[str, Any]]()
+
+    def again(self) -> Log:
+        """Those of a service that begins with what this one has written."""
+        log = Log()
+        log.events = json.loads(json.dumps(self.events))
+        log.evaluations.recover(log.events)
+        return log
+
+    def announce(self, version: PolicyVersion) -> None:
+        self.evaluations.announce(version)
+        self.events.append({"event": "publish.announced", "version": str(version)})
+
+    def evaluated(self, message: Evaluated) -> None:
+        number = self.evaluations.record(message)
+        told = {"number": number, "version": str(message.version), "metrics": message.metrics}
+        self.events.append({"event": "evaluated", **told})
+
+    def batch(self, step: int, *, again: bool = False, now: float = 0.0) -> dict[str, float]:
+        metrics = self.evaluations.metrics(step, now, again=again)
+        self.events.append({"event": "batch", "step": step, **self.evaluations.fields(step)})
+        return metrics
+
+    def rest(self) -> list[Evaluated]:
+        self.events.append({"event": "evaluated.late"})
+        return self.evaluations.rest()
 
 
 def servers(*states: tuple[PolicyVersion, bool]) -> tuple[ServerState, ...]:
@@ -86,6 +135,77 @@ def test_what_comes_behind_the_last_batch_is_the_rest() -> None:
     assert evaluations.rest() == []
 
 
+def test_a_step_that_is_delivered_again_brings_the_same_again_also_where_that_was_nothing() -> None:
+    evaluations = Evaluations()
+    evaluations.announce(V1)
+    evaluations.tick(servers((V0, True)), 0.0)
+    assert evaluations.metrics(2, 2.0) == {"eval/publish_wait": 2.0}
+    evaluations.record(HALF)
+    for step, told in ((1, {}), (2, {"eval/publish_wait": 2.0})):
+        assert evaluations.metrics(step, 5.0, again=True) == told
+    assert evaluations.metrics(3, 6.0) == HALF.metrics | {"eval/publish_wait": 4.0}
+
+
+def test_a_later_service_knows_by_the_events_what_each_batch_has_told_and_what_none_has() -> None:
+    log = Log()
+    log.evaluated(HALF)
+    assert log.batch(20) == HALF.metrics
+    log.evaluated(ALL)
+    log.evaluated(HALF)  # the same figures of the same version, and another evaluation
+    log = log.again()
+    assert [log.batch(step, again=True) for step in (19, 20)] == [{}, HALF.metrics]
+    assert log.batch(21) == ALL.metrics
+    log.evaluated(ALL)
+    log = log.again()
+    told = [HALF.metrics, ALL.metrics, HALF.metrics, ALL.metrics, {}]
+    assert [log.batch(step, again=step < 22) for step in range(20, 25)] == told
+
+
+def test_a_later_service_knows_the_waits_of_the_batches_and_begins_none_before_a_version_is_announced() -> None:
+    log = Log()
+    log.announce(V1)
+    log.evaluations.tick(servers((V0, True)), 1.0)
+    assert log.batch(1, now=3.0) == {"eval/publish_wait": 2.0}
+    log = log.again()
+    assert log.evaluations.tick(servers((V0, True)), 5.0) is None
+    assert log.batch(1, again=True, now=9.0) == {"eval/publish_wait": 2.0}
+    assert log.batch(2, now=9.0) == {}
+
+
+def test_what_was_told_behind_the_last_batch_is_not_told_when_the_run_goes_on() -> None:
+    log = Log()
+    log.evaluated(HALF)
+    assert log.rest() == [HALF]
+    log = log.again()
+    assert log.batch(20) == {}
+    log.evaluated(ALL)
+    assert log.batch(21) == ALL.metrics
+
+
+def test_evaluations_of_a_service_that_did_not_say_what_it_told_are_told_no_more() -> None:
+    log = Log()
+    log.events.append({"event": "evaluated", "version": "20.0", "metrics": {"eval/copy/pass@1": 0.5}})
+    log.events.append({"event": "batch", "step": 20})
+    assert log.again().batch(21) == {}
+
+
+def test_a_learner_that_publishes_below_an_evaluated_version_has_no_such_weights_and_its_figures_are_left_out() -> None:
+    """The former learner came to 20; another trains other groups from 15 on, and has versions of its own there."""
+    log = Log()
+    log.evaluated(early := Evaluated(version=PolicyVersion(12), metrics={"eval/copy/pass@1": 0.25}))
+    log.announce(V20)
+    log.evaluated(HALF)
+    assert [log.batch(step) for step in (18, 20)] == [early.metrics, HALF.metrics]
+    log.announce(PolicyVersion(15, incarnation=1))
+    log.announce(PolicyVersion(21, incarnation=1))
+    log.evaluated(ALL)  # it was on its way
+    for each in (log, log.again()):
+        assert [each.batch(step) for step in (18, 20, 21)] == [early.metrics, {}, {}]
+    log.evaluated(own := Evaluated(version=PolicyVersion(16, incarnation=1), metrics={"eval/copy/pass@1": 0.75}))
+    log.announce(PolicyVersion(22, incarnation=2))  # it had caught up before
+    assert log.again().batch(22) == own.metrics
+
+
 def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_others_go_on(
     start: Callable[..., Running], make_group: MakeGroup
 ) -> None:
@@ -125,6 +245,7 @@ def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_ot
     assert receive(learner, ReceivedBatch).stats["evaluation"] == {"eval/copy/pass@1": 0.25}
     (told,) = running.events_of("evaluated")
     assert (told["worker"], told["version"]) == ("p", "0.0")
+    assert [batch.get("evaluation") for batch in running.events_of("batch")] == [None, None, told["number"]]
 
 
 def test_a_publish_that_waits_for_the_only_server_is_timed(start: Callable[..., Running]) -> None:
@@ -156,6 +277,11 @@ def test_the_end_waits_for_the_last_evaluation_and_tells_the_learner(start: Call
     assert "complete" in receive(worker, Stop).reason
     worker.send(Bye())
     assert running.end() == 0
+    (told,) = running.events_of("evaluated.late")
+    assert told["versions"] == ["20.0"]
+    later = Evaluations()
+    later.recover(read_events(running.events.path))
+    assert later.rest() == []
 
 
 @pytest.mark.parametrize("ends", ["by its death", "never"])
@@ -173,6 +299,66 @@ def test_an_evaluation_that_does_not_come_back_holds_the_end_for_a_time_alone(
         worker.send(Bye())
     assert "complete" in receive(learner, Stop).reason
     running.close()
+
+
+def test_a_killed_service_tells_each_evaluation_with_the_batch_that_had_it_and_the_next_one_with_the_next(
+    start_process: Callable[..., ServiceProcess], make_group: MakeGroup
+) -> None:
+    """Told with batch 1, a second one told with none; then the learner, too, begins again, at its first checkpoint."""
+    service = start_process(run={"steps": 9})
+    first, second = ({"eval/copy/pass@1": rate} for rate in (0.25, 0.75))
+    peers: list[Dealer] = []
+
+    def connect() -> tuple[Dealer, Dealer]:
+        pair = [Dealer(service.address, service.config.stream, name=name) for name in ("w", "learner-0")]
+        peers.extend(pair)
+        return pair[0], pair[1]
+
+    try:
+        worker, learner = connect()
+        greet(worker, V0)
+        learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
+        for ticket in receive_tickets(worker, 4):
+            answer(worker, make_group, ticket)
+        receive(learner, Welcome)
+        assert evaluation(learner, 0) == {}
+        evaluated(service, worker, V0, first)
+        assert evaluation(learner, 1) == first
+        evaluated(service, worker, V1, second)
+        for incarnation in (1, 2):
+            service.kill()
+            service.start()
+            worker, learner = connect()
+            greet(worker, V1)
+            learner.send(Hello(run=RUN, role="learner", name="learner-0", version=PolicyVersion(0, incarnation)))
+            if incarnation == 1:
+                for ticket in receive_tickets(worker, 2):
+                    answer(worker, make_group, ticket)
+            receive(learner, Welcome)
+            assert [evaluation(learner, step) for step in range(3)] == [{}, first, second]
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def greet(worker: Dealer, version: PolicyVersion) -> None:
+    worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=version),)))
+    worker.send(Credit(capacity=9))
+
+
+def evaluated(service: ServiceProcess, worker: Dealer, version: PolicyVersion, metrics: dict[str, float]) -> None:
+    """An evaluation, which the service has received."""
+    before, deadline = len(service.events_of("evaluated")), time.monotonic() + WAIT
+    worker.send(Evaluated(version=version, metrics=metrics))
+    while len(service.events_of("evaluated")) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def evaluation(learner: Dealer, step: int) -> dict[str, float]:
+    """What the batch of this step tells of evaluations."""
+    learner.send(Next(step=step))
+    return receive(learner, ReceivedBatch).stats["evaluation"]
 
 
 def receive_pin(publisher: Dealer, pinned: bool) -> None:
