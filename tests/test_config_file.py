@@ -22,6 +22,14 @@ BAD = [
         ["replay.max_stalenes: unknown key (given 0)", "nearest known key: replay.max_staleness"],
     ),
     ("learner.lr=1e-3", ["learner.lr: unknown key", "nearest known key: learner.optimizer.lr"]),
+    (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        [
+            "actor_rollout_ref.actor.ppo_mini_batch_size: unknown key (given 4)",
+            "nearest known key: learner.mini_batches (updates of one pass",
+        ],
+    ),
+    ("data={train_files: a}", ["data.train_files: unknown key (given a)", "nearest known key: task.args"]),
     ("bananas=1", ["bananas: unknown key (given 1)", "allowed: run, model, task"]),
     ("learner.ranks=0", ["learner.ranks: 0", "whole number >= 1"]),
     ("learner.ranks=1.5", ["learner.ranks: 1.5", "whole number >= 1"]),

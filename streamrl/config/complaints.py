@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -30,17 +31,31 @@ def _text(error: ErrorDetails) -> str:
         return ".".join(filter(None, [path, str(error["ctx"]["line"])]))
     if error["type"] == "value_error":
         return "\n".join(".".join(filter(None, [path, line])) for line in str(error["ctx"]["error"]).splitlines())
-    given = as_text(error["input"])
     if error["type"] == "extra_forbidden":
         section, _ = _locate(error["loc"][:-1])
-        nearest = nearest_key(path)
-        hint = f"; nearest known key: {nearest}" if nearest else ""
-        return f"{path}: unknown key (given {given}); allowed: {', '.join(section.model_fields)}{hint}"
+        known = ", ".join(section.model_fields)
+        return "\n".join(_unknown(key, value, known) for key, value in _leaves(path, error["input"]))
+    given = as_text(error["input"])
     section, field = _locate(error["loc"])
     if field is None:
         return f"{path}: {given} is not allowed; allowed: a mapping of {', '.join(section.model_fields)}"
     name = ".".join(str(part) for part in error["loc"][: _depth(error["loc"])])
     return f"{name}: {given} is not allowed ({field.description}); allowed: {allowed(field)}; nearest known key: {name}"
+
+
+def _unknown(key: str, value: Any, known: str) -> str:
+    nearest = nearest_key(key)
+    hint = f"; nearest known key: {nearest}{_meaning(nearest)}" if nearest else ""
+    return f"{key}: unknown key (given {as_text(value)}); allowed: {known}{hint}"
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The keys of an unknown section, with their values: it may be another trainer's."""
+    if not isinstance(value, Mapping) or not value:
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{path}.{key}", inner)
 
 
 def nearest_key(path: str) -> str | None:
@@ -65,6 +80,12 @@ def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None
             return section, field
         section = nested
     return section, None
+
+
+def _meaning(key: str) -> str:
+    """What it is, in brackets: another trainer's key may have another unit. Nothing of a section."""
+    _, field = _locate(key.split("."))
+    return "" if field is None else f" ({field.description})"
 
 
 def _depth(loc: Sequence[int | str]) -> int:
