@@ -122,20 +122,20 @@ class Bench:
 
     def measure(self, overrides: Overrides, round_: int, bar: Bar) -> tuple[float, float]:
         """(tokens/s, mean age) of one run, unless it was measured before."""
-        counted = self._form.steps
-        found = self._kept.get(self.name, overrides, round_, counted)
+        ends = at_ends(config_file.load(self._path, [*self._given, *overrides]))
+        steps = self._form.steps + WARM_UP + ends
+        found = self._kept.get(self.name, overrides, round_, steps)
         if found is not None:
             bar.found()
         else:
-            ends = at_ends(config_file.load(self._path, [*self._given, *overrides]))
-            steps = f"run.steps={counted + WARM_UP + ends}"
-            words = [*self._given, *SAME, f"run.folder={self._folder}", "run.name=measured", steps, *overrides]
+            length = f"run.steps={steps}"
+            words = [*self._given, *SAME, f"run.folder={self._folder}", "run.name=measured", length, *overrides]
             command = [sys.executable, "-m", "streamrl.cli", "train", str(self._path), "--fresh", *words]
             run_command(command, self._folder / "runs.log", TIMEOUT, cores_of(self.config))
             rows = list(read_metrics(self._folder / "measured"))
             figure = figures(between(rows, config_file.load(self._path, words)))
             found = (figure.sustained, figure.staleness_mean)
-            self._kept.add(self.name, overrides, round_, counted, found)
+            self._kept.add(self.name, overrides, round_, steps, found)
             bar.advance()
         return found
 

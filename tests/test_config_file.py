@@ -29,6 +29,11 @@ BAD = [
             "nearest known key: learner.mini_batches (updates of one pass",
         ],
     ),
+    (
+        "generate.server_arg={dtype: bfloat16}",
+        ["generate.server_arg: unknown key", "nearest known key: generate.server_args"],
+    ),
+    ("bananas={colour: yellow}", ["bananas: unknown key (given {colour: yellow})"]),
     ("data={train_files: a}", ["data.train_files: unknown key (given a)", "nearest known key: task.args"]),
     ("bananas=1", ["bananas: unknown key (given 1)", "allowed: run, model, task"]),
     ("learner.ranks=0", ["learner.ranks: 0", "whole number >= 1"]),

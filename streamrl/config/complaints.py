@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,9 @@ from streamrl.config.keys import fields
 from streamrl.config.other_names import our_key
 from streamrl.config.tree import Config
 from streamrl.config.words import allowed, as_text, section_in
+
+DEEPEST = 8  # sections within one another, of another trainer
+MOST = 100  # keys of one of its sections that are named each
 
 
 def complaints(error: ValidationError) -> list[str]:
@@ -34,7 +38,8 @@ def _text(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         section, _ = _locate(error["loc"][:-1])
         known = ", ".join(section.model_fields)
-        return "\n".join(_unknown(key, value, known) for key, value in _leaves(path, error["input"]))
+        keys = _unknown_keys(path, error["input"], section)
+        return "\n".join(_unknown(key, value, known) for key, value in keys)
     given = as_text(error["input"])
     section, field = _locate(error["loc"])
     if field is None:
@@ -49,13 +54,21 @@ def _unknown(key: str, value: Any, known: str) -> str:
     return f"{key}: unknown key (given {as_text(value)}); allowed: {known}{hint}"
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The keys of an unknown section, with their values: it may be another trainer's."""
-    if not isinstance(value, Mapping) or not value:
+def _unknown_keys(path: str, value: Any, section: type[BaseModel]) -> Iterable[tuple[str, Any]]:
+    """The key with its value; those in it, where it is another trainer's section, and no misspelt key of `section`."""
+    inner = list(islice(_leaves(path, value), MOST + 1))
+    is_misspelt = difflib.get_close_matches(path.rpartition(".")[2], section.model_fields)
+    is_known = len(inner) <= MOST and any(our_key(key) for key, _ in inner)
+    return inner if is_known and not is_misspelt else [(path, value)]
+
+
+def _leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The keys of a tree, which may have itself as a value."""
+    if not isinstance(value, Mapping) or not value or depth == DEEPEST:
         yield path, value
         return
     for key, inner in value.items():
-        yield from _leaves(f"{path}.{key}", inner)
+        yield from _leaves(f"{path}.{key}", inner, depth + 1)
 
 
 def nearest_key(path: str) -> str | None:

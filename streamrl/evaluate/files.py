@@ -34,17 +34,17 @@ def free_folder(folder: Path) -> Path:
     return next(free for name in names if not (free := folder.with_name(name)).exists())
 
 
-def evaluated_versions(run_folder: Path) -> list[PolicyVersion]:
-    """A run's versions that have been evaluated, in the order in which learners made them."""
-    versions = set()
+def evaluated_steps(run_folder: Path) -> list[int]:
+    """The steps of a run's versions that have been evaluated, ascending."""
+    steps = set()
     for summary in (run_folder / "evaluations").glob(f"*/{SUMMARY}"):
         try:
-            version = PolicyVersion.parse(summary.parent.name.partition("-")[0])
-            if read_summary(summary.parent).step == version.step:
-                versions.add(version)
+            step = PolicyVersion.parse(summary.parent.name.partition("-")[0]).step
+            if read_summary(summary.parent).step == step:
+                steps.add(step)
         except (ValueError, msgspec.DecodeError):  # an evaluation of other weights, or none
             continue
-    return sorted(versions, key=lambda version: (version.incarnation, version.step))
+    return sorted(steps)
 
 
 def write(folder: Path, evaluation: Evaluation, questions: Mapping[str, Sequence[Question]]) -> None:

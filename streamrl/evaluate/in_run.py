@@ -2,8 +2,7 @@
 
 A version is due when a multiple of `evaluate.every` lies between the step evaluated last and its own; the first one
 is, so that a curve has its beginning. What has been evaluated is known by the folders in RUN/evaluations: after a crash
-in the middle of an evaluation, the next version that the server gets is evaluated in its place. Evaluations of weights
-that a restored learner leaves behind (`PolicyVersion.leaves`) do not count: its own versions are due at those steps.
+in the middle of an evaluation, the next version that the server gets is evaluated in its place.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.evaluator import ORDER, Handles, evaluate, host_evaluated
-from streamrl.evaluate.files import evaluated_versions, evaluation_folder, free_folder, write
+from streamrl.evaluate.files import evaluated_steps, evaluation_folder, free_folder, write
 from streamrl.tasks import left_out
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.hosted import close_tasks
@@ -38,16 +37,12 @@ class RunEvaluator:
         self._config = config
         self._run_folder = run_folder
         self._tasks: dict[str, Environment] = {}
-        self._evaluated: list[PolicyVersion] = []  # of the way that the run has taken
-        for version in evaluated_versions(run_folder):
-            self._follow(version)
-            self._evaluated.append(version)
+        self._last = max(evaluated_steps(run_folder), default=None)
 
     def is_due(self, version: PolicyVersion) -> bool:
-        """Whether `version`, which a server has now, is to be evaluated. To be asked for each, in order."""
-        self._follow(version)
-        every, last = self._config.evaluate.every, max((each.step for each in self._evaluated), default=None)
-        return last is None or version.step // every > last // every
+        """Whether `version` is to be evaluated."""
+        every = self._config.evaluate.every
+        return self._last is None or version.step // every > self._last // every
 
     async def run(self, version: PolicyVersion, handles: Handles) -> dict[str, float]:
         """Evaluate and write RUN/evaluations/VERSION. Returns the metrics `eval/...`.
@@ -55,7 +50,7 @@ class RunEvaluator:
         Raises EngineError for a server that cannot be reached: the next version is due then. An evaluation that ends
         by any other error is over. Files that cannot be written are named in the log, and cost no metrics.
         """
-        self._evaluated.append(version)
+        former, self._last = self._last, version.step
         if not self._tasks:
             self._tasks = await host_evaluated(self._config)
             left_out.apply(self._tasks, left_out.load(self._run_folder).evaluated, ORDER)
@@ -64,7 +59,7 @@ class RunEvaluator:
                 self._config, self._tasks, handles, version, label=str(version), step=version.step
             )
         except EngineError:
-            self._evaluated = [each for each in self._evaluated if each != version]
+            self._last = former
             raise
         folder = free_folder(evaluation_folder(self._run_folder, str(version)))
         try:
@@ -72,10 +67,6 @@ class RunEvaluator:
         except OSError as error:
             log.error("the evaluation of version %s was not written: %s", version, error)
         return evaluation.metrics()
-
-    def _follow(self, version: PolicyVersion) -> None:
-        """The run goes on with `version`."""
-        self._evaluated = [each for each in self._evaluated if not version.leaves(each)]
 
     async def close(self) -> None:
         """Let go of the tasks."""

@@ -36,7 +36,7 @@ class Evaluator(Protocol):
     """What asks the held-out prompts and judges their answers."""
 
     def is_due(self, version: PolicyVersion) -> bool:
-        """Whether `version`, which a server has now, is to be evaluated. Asked for each, in order."""
+        """Whether `version` is to be evaluated."""
         ...
 
     async def run(self, version: PolicyVersion, handles: partial[EngineInference]) -> dict[str, float]:
@@ -76,7 +76,7 @@ class Pinning:
 
     def begin(self, server: str, version: PolicyVersion) -> bool:
         """A server has `version` now: whether it keeps it, because its evaluation begins."""
-        if self._evaluator is None or not self._evaluator.is_due(version) or self._pinned is not None:
+        if self._evaluator is None or self._pinned is not None or not self._evaluator.is_due(version):
             return False
         self._pinned = server, version
         self._begun.set()

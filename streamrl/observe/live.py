@@ -37,6 +37,7 @@ _ORDINARY = frozenset(
         "learner.taken_off",
         "learner.export", "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "devices", "evaluate", "evaluated",
+        "evaluated.late",
         "mismatch", "mismatch.measured", "reward_model.batch", "journal.compacted", "groups.forgotten",
         "learner.finished", "learner.stopped", "learner.evaluate", "learner.peak", "publish.complete", "replay.end",
         "sink",

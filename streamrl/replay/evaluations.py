@@ -2,7 +2,7 @@
 
 What was told with which batch is in the service's events, for the service that comes after a crash:
 
-    evaluated (number, version, metrics) ─▶ batch (step, evaluation: its number) or evaluated.late: all that are left
+    evaluated (number, version, metrics) ─▶ batch (step, evaluation: its number) or evaluated.late (numbers)
 
 Pure, like the buffer: messages, times and records come in as arguments.
 """
@@ -43,7 +43,6 @@ class Evaluations:
         self._news: deque[_Evaluation] = deque()  # that no batch has taken along
         self._given: dict[int, _Evaluation] = {}  # by the learner step whose batch took them along
         self._waits: dict[int, float] = {}  # seconds, by the same
-        self._first: dict[int, PolicyVersion] = {}  # lowest version announced, by its incarnation
         self._newest: PolicyVersion | None = None  # that was announced, to this process
         self._since: float | None = None  # when the present wait began
         self._counted = 0.0  # until when the present wait is in a batch's figures
@@ -58,18 +57,15 @@ class Evaluations:
             match event:
                 case {"event": "evaluated", "number": number, "version": version, "metrics": metrics}:
                     self._add(_Evaluation(number, Evaluated(version=PolicyVersion.parse(version), metrics=metrics)))
-                case {"event": "publish.announced", "version": version}:
-                    self._leave(PolicyVersion.parse(version))
                 case {"event": "batch", "step": step}:
                     self._give(step, event.get("evaluation"))
-                    self._wait(step, event.get("publish_wait", 0.0))
-                case {"event": "evaluated.late"}:
-                    self._news.clear()
+                    self._waits[step] = event.get("publish_wait", 0.0)
+                case {"event": "evaluated.late", "numbers": numbers}:
+                    self._news = deque(each for each in self._news if each.number not in numbers)
 
     def announce(self, version: PolicyVersion) -> None:
-        """The learner has published `version`. What it `leaves` is told no more: the run has no such weights."""
+        """The learner has published `version`."""
         self._newest = version
-        self._leave(version)
 
     def record(self, message: Evaluated) -> int:
         """An evaluation is complete. Returns its number in the run, for the event."""
@@ -96,7 +92,7 @@ class Evaluations:
         """
         if not again:
             self._give(step, self._news[0].number if self._news else None)
-            self._wait(step, self._pop_waited(now))
+            self._waits[step] = self._waits.get(step, 0.0) + self._pop_waited(now)
         given, waited = self._given.get(step), self._waits.get(step)
         return (given.told.metrics if given else {}) | ({WAIT: waited} if waited else {})
 
@@ -105,40 +101,23 @@ class Evaluations:
         given, waited = self._given.get(step), self._waits.get(step)
         return ({"evaluation": given.number} if given else {}) | ({"publish_wait": waited} if waited else {})
 
-    def rest(self) -> list[Evaluated]:
-        """The evaluations that have come since the last batch of the run. Nobody waits for a publish any more."""
-        news, self._news = [evaluation.told for evaluation in self._news], deque()
+    def rest(self) -> dict[int, Evaluated]:
+        """The evaluations that have come since the last batch of the run, by number. Nobody waits for a publish now."""
+        news, self._news = {each.number: each.told for each in self._news}, deque()
         return news
 
     def _add(self, evaluation: _Evaluation) -> None:
         self._numbers = max(self._numbers, evaluation.number + 1)
-        if self._is_of_the_run(evaluation):
-            self._news.append(evaluation)
+        self._news.append(evaluation)
 
     def _give(self, step: int, number: int | None) -> None:
         """The batch of `step` takes the evaluation of this number along, unless it has one."""
+        if number is not None:  # of one whose event was lost
+            self._numbers = max(self._numbers, number + 1)
         found = next((each for each in self._news if each.number == number), None)
         if found is not None and step not in self._given:
             self._news.remove(found)
             self._given[step] = found
-
-    def _wait(self, step: int, seconds: float) -> None:
-        """The batch of `step` tells of so long a wait."""
-        self._waits.pop(step, None)
-        if seconds:
-            self._waits[step] = seconds
-
-    def _leave(self, version: PolicyVersion) -> None:
-        """Forget the evaluations of weights that the run has no more since `version` is published."""
-        first = self._first.get(version.incarnation)
-        if first is not None and first <= version:
-            return
-        self._first[version.incarnation] = version
-        self._news = deque(filter(self._is_of_the_run, self._news))
-        self._given = {step: each for step, each in self._given.items() if self._is_of_the_run(each)}
-
-    def _is_of_the_run(self, evaluation: _Evaluation) -> bool:
-        return not any(first.leaves(evaluation.told.version) for first in self._first.values())
 
     def _count(self, now: float) -> None:
         """Count a wait that goes on, up to now."""

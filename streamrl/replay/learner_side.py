@@ -171,6 +171,5 @@ class LearnerSide:
         """Those that no batch has taken along: the run ends."""
         run = self._run
         if run.peers.learner is not None and (rest := run.evaluations.rest()):
-            run.events.emit("evaluated.late", versions=[str(late.version) for late in rest])
-            for late in rest:
-                run.send(run.peers.learner, late)
+            sent = [number for number, late in rest.items() if run.send(run.peers.learner, late)]
+            run.events.emit("evaluated.late", numbers=sent)

@@ -90,7 +90,8 @@ class Service:
         self._durable = DurableBuffer(config, run_folder, events, clock)
         self._router = router or listen(config, run_folder)
         self.core = Core(config, self._durable, self._router.send, events, clock())
-        self.core.recover(role_events(run_folder, "replay"))
+        if config.evaluate.every:
+            self.core.recover(role_events(run_folder, "replay"))
         self._interrupted: tuple[str, int] | None = None
         self.address = write_address(run_folder, self._router.address, config.replay.host)
         events.emit("ready", address=self.address)

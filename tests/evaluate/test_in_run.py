@@ -14,7 +14,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.evaluator import evaluate, host_evaluated
-from streamrl.evaluate.files import evaluated_versions, evaluation_folder, read_summary, write
+from streamrl.evaluate.files import evaluated_steps, evaluation_folder, read_summary, write
 from streamrl.evaluate.in_run import RunEvaluator
 from streamrl.generate.pinning import Pinning
 from streamrl.observe.events import EventLog, read_events
@@ -47,47 +47,14 @@ def test_the_first_version_is_due_and_then_one_behind_every_multiple(tmp_path: P
             due.append(step)
             run(evaluator, PolicyVersion(step))
     assert due == [0, 5, 9, 17, 20]
-    assert evaluated_versions(tmp_path) == [PolicyVersion(step) for step in due]
+    assert evaluated_steps(tmp_path) == due
 
 
 def test_a_worker_that_starts_again_goes_on_behind_the_evaluations_that_are_written(tmp_path: Path) -> None:
     run(RunEvaluator(configured(), tmp_path), PolicyVersion(5))
     (tmp_path / "evaluations" / ".9.0.77").mkdir()  # what a crash in the middle may leave
     again = RunEvaluator(configured(), tmp_path)
-    versions = [PolicyVersion(0), *(PolicyVersion(step, incarnation=1) for step in (5, 7, 8))]  # a new server has 0.0
-    assert [again.is_due(version) for version in versions] == [False, False, False, True]
-
-
-def test_a_learner_that_publishes_below_what_was_evaluated_has_its_own_versions_evaluated(tmp_path: Path) -> None:
-    """It was restored at 9, and groups were lost: from there on it makes other weights than the former one had."""
-    first = RunEvaluator(configured(), tmp_path)
-    for version in (PolicyVersion(5), PolicyVersion(9), PolicyVersion(18)):
-        assert first.is_due(version)
-        run(first, version)
-    own = PolicyVersion(10, 1)
-    for evaluator in (first, RunEvaluator(configured(), tmp_path)):
-        assert not evaluator.is_due(own), "9, which the restored learner has, was evaluated"
-        assert evaluator.is_due(PolicyVersion(12, 1))
-    run(first, PolicyVersion(13, 1))
-    names = ["5.0", "9.0", "18.0", "13.1"]
-    assert evaluated_versions(tmp_path) == [PolicyVersion.parse(name) for name in names]
-    again = RunEvaluator(configured(), tmp_path)
-    assert [again.is_due(PolicyVersion(step, 1)) for step in (15, 16, 19)] == [False, True, True]
-    assert RunEvaluator(configured(), tmp_path).is_due(PolicyVersion(19, 1)), "18.0 is not of this learner's versions"
-
-
-def test_a_lost_server_costs_no_former_evaluation_where_the_run_has_left_that_version(tmp_path: Path) -> None:
-    evaluator = RunEvaluator(configured(), tmp_path)
-    run(evaluator, PolicyVersion(5))
-
-    class Leaving(ScriptedPolicy):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            evaluator.is_due(PolicyVersion(6, 1))  # another server of the worker has got it meanwhile
-            return super().__call__(*args, **kwargs)
-
-    with pytest.raises(EngineError):
-        asyncio.run(evaluator.run(V8, Leaving(CHANCES, version=V8, lost=True)))
-    assert [evaluator.is_due(PolicyVersion(step, 1)) for step in (7, 8)] == [False, True]
+    assert [again.is_due(PolicyVersion(step, incarnation=1)) for step in (0, 5, 7, 8)] == [False, False, False, True]
 
 
 def test_the_metrics_are_those_of_the_files(tmp_path: Path) -> None:
@@ -129,7 +96,7 @@ def test_weights_of_another_run_that_are_called_like_a_version_leave_the_version
         evaluate(config, asyncio.run(host_evaluated(config)), ScriptedPolicy(CHANCES), V7, label="7.0", step=None)
     )
     write(evaluation_folder(tmp_path, "7.0"), *found)
-    assert evaluated_versions(tmp_path) == []
+    assert evaluated_steps(tmp_path) == []
     assert RunEvaluator(config, tmp_path).is_due(V7)
 
 
@@ -140,10 +107,8 @@ class Scripted:
         self.outcomes = list(outcomes)
         self.go = asyncio.Event()
         self.asked: list[PolicyVersion] = []
-        self.had: list[PolicyVersion] = []
 
     def is_due(self, version: PolicyVersion) -> bool:
-        self.had.append(version)
         return version.step % 2 == 1
 
     async def run(self, version: PolicyVersion, handles: object) -> dict[str, float]:
@@ -197,7 +162,6 @@ def test_a_pinned_server_takes_no_weights_until_its_evaluation_is_over(tmp_path:
         assert not pinning.begin("a", V8), "not due"
         assert pinning.begin("a", V9)
         assert not pinning.begin("b", V9), "one at a time"
-        assert evaluator.had == [V8, V9, V9], "a version of a restored learner must be known, also now"
         with pytest.raises(PublishError, match="a is being evaluated"):
             pinning.check(A9)
         pinning.check(B8)

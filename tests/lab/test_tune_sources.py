@@ -198,6 +198,7 @@ def test_the_ends_of_a_simulated_run_count_for_no_bound(tmp_path: Path, monkeypa
     config_file.save(config(tmp_path, "known"), file)
     space = Space(Source(file, ()).load, Devices("cores", 2), oldest=8.0, seen=64)
     speeds = LearnerSpeeds(truth().learner, (1, space.configured.micro_batch))
+    monkeypatch.setattr(tuned_module, "LONG_SIMULATIONS", 32)
     for bound, in_flight in ((0.0, 8), (8.0, 48)):
         setting = replace(space.configured, bound=bound, in_flight=in_flight)
         found = []

@@ -58,10 +58,6 @@ class Log:
         log.evaluations.recover(log.events)
         return log
 
-    def announce(self, version: PolicyVersion) -> None:
-        self.evaluations.announce(version)
-        self.events.append({"event": "publish.announced", "version": str(version)})
-
     def evaluated(self, message: Evaluated) -> None:
         number = self.evaluations.record(message)
         told = {"number": number, "version": str(message.version), "metrics": message.metrics}
@@ -72,9 +68,11 @@ class Log:
         self.events.append({"event": "batch", "step": step, **self.evaluations.fields(step)})
         return metrics
 
-    def rest(self) -> list[Evaluated]:
-        self.events.append({"event": "evaluated.late"})
-        return self.evaluations.rest()
+    def rest(self, *, received: int) -> list[Evaluated]:
+        """What the learner is told at the end, of which it receives so many."""
+        rest = self.evaluations.rest()
+        self.events.append({"event": "evaluated.late", "numbers": [*rest][:received]})
+        return [*rest.values()]
 
 
 def servers(*states: tuple[PolicyVersion, bool]) -> tuple[ServerState, ...]:
@@ -127,12 +125,12 @@ def test_a_server_that_dies_while_it_is_pinned_ends_the_wait() -> None:
 
 def test_what_comes_behind_the_last_batch_is_the_rest() -> None:
     evaluations = Evaluations()
-    assert evaluations.rest() == []
+    assert evaluations.rest() == {}
     late = [Evaluated(version=version, metrics={"eval/seconds": 3.0}) for version in (V1, V20)]
     for message in late:
         evaluations.record(message)
-    assert evaluations.rest() == late
-    assert evaluations.rest() == []
+    assert [*evaluations.rest().values()] == late
+    assert evaluations.rest() == {}
 
 
 def test_a_step_that_is_delivered_again_brings_the_same_again_also_where_that_was_nothing() -> None:
@@ -163,7 +161,7 @@ def test_a_later_service_knows_by_the_events_what_each_batch_has_told_and_what_n
 
 def test_a_later_service_knows_the_waits_of_the_batches_and_begins_none_before_a_version_is_announced() -> None:
     log = Log()
-    log.announce(V1)
+    log.evaluations.announce(V1)
     log.evaluations.tick(servers((V0, True)), 1.0)
     assert log.batch(1, now=3.0) == {"eval/publish_wait": 2.0}
     log = log.again()
@@ -175,11 +173,12 @@ def test_a_later_service_knows_the_waits_of_the_batches_and_begins_none_before_a
 def test_what_was_told_behind_the_last_batch_is_not_told_when_the_run_goes_on() -> None:
     log = Log()
     log.evaluated(HALF)
-    assert log.rest() == [HALF]
-    log = log.again()
-    assert log.batch(20) == {}
     log.evaluated(ALL)
-    assert log.batch(21) == ALL.metrics
+    assert log.rest(received=1) == [HALF, ALL]
+    log = log.again()
+    assert [log.batch(step) for step in (20, 21)] == [ALL.metrics, {}]
+    log.evaluated(HALF)
+    assert log.batch(22) == HALF.metrics
 
 
 def test_evaluations_of_a_service_that_did_not_say_what_it_told_are_told_no_more() -> None:
@@ -189,21 +188,23 @@ def test_evaluations_of_a_service_that_did_not_say_what_it_told_are_told_no_more
     assert log.again().batch(21) == {}
 
 
-def test_a_learner_that_publishes_below_an_evaluated_version_has_no_such_weights_and_its_figures_are_left_out() -> None:
-    """The former learner came to 20; another trains other groups from 15 on, and has versions of its own there."""
+def test_a_step_that_is_put_together_again_keeps_the_wait_that_it_told_of() -> None:
+    evaluations = Evaluations()
+    evaluations.announce(V1)
+    evaluations.tick(servers((V0, True)), 0.0)
+    assert evaluations.metrics(2, 2.0) == {"eval/publish_wait": 2.0}
+    assert evaluations.metrics(2, 5.0) == {"eval/publish_wait": 5.0}
+
+
+def test_an_evaluation_whose_event_was_lost_gives_its_number_to_no_other() -> None:
     log = Log()
-    log.evaluated(early := Evaluated(version=PolicyVersion(12), metrics={"eval/copy/pass@1": 0.25}))
-    log.announce(V20)
     log.evaluated(HALF)
-    assert [log.batch(step) for step in (18, 20)] == [early.metrics, HALF.metrics]
-    log.announce(PolicyVersion(15, incarnation=1))
-    log.announce(PolicyVersion(21, incarnation=1))
-    log.evaluated(ALL)  # it was on its way
-    for each in (log, log.again()):
-        assert [each.batch(step) for step in (18, 20, 21)] == [early.metrics, {}, {}]
-    log.evaluated(own := Evaluated(version=PolicyVersion(16, incarnation=1), metrics={"eval/copy/pass@1": 0.75}))
-    log.announce(PolicyVersion(22, incarnation=2))  # it had caught up before
-    assert log.again().batch(22) == own.metrics
+    assert log.batch(20) == HALF.metrics
+    log.events = [event for event in log.events if event["event"] != "evaluated"]
+    log = log.again()
+    log.evaluated(ALL)
+    log = log.again()
+    assert [log.batch(20, again=True), log.batch(21)] == [{}, ALL.metrics]
 
 
 def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_others_go_on(
@@ -278,10 +279,10 @@ def test_the_end_waits_for_the_last_evaluation_and_tells_the_learner(start: Call
     worker.send(Bye())
     assert running.end() == 0
     (told,) = running.events_of("evaluated.late")
-    assert told["versions"] == ["20.0"]
+    assert told["numbers"] == [0]
     later = Evaluations()
     later.recover(read_events(running.events.path))
-    assert later.rest() == []
+    assert later.rest() == {}
 
 
 @pytest.mark.parametrize("ends", ["by its death", "never"])
@@ -305,7 +306,7 @@ def test_a_killed_service_tells_each_evaluation_with_the_batch_that_had_it_and_t
     start_process: Callable[..., ServiceProcess], make_group: MakeGroup
 ) -> None:
     """Told with batch 1, a second one told with none; then the learner, too, begins again, at its first checkpoint."""
-    service = start_process(run={"steps": 9})
+    service = start_process(run={"steps": 9}, evaluate={"every": 1})
     first, second = ({"eval/copy/pass@1": rate} for rate in (0.25, 0.75))
     peers: list[Dealer] = []
 
