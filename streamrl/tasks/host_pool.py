@@ -60,19 +60,20 @@ class HostPool:
         """Make a call in the process that has least to do, or always in the same one of a `place`.
 
         again: it may be made again where its process has ended, at last without others beside it.
-        begun: called once its process is ready for it. Raises as `Host.ask` does, but for HostEnded.
+        begun: called when its process is ready for it, each time that it is made.
+        Raises as `Host.ask` does, but for HostEnded.
         """
         try:
             for _ in range(TRIES if again else 0):
                 with contextlib.suppress(HostEnded):
                     return await self._host(place).ask(call, inference, begun)
-            return await (self._call_alone(call) if again else self._host(place).ask(call, inference, begun))
+            return await (self._call_alone(call, begun) if again else self._host(place).ask(call, inference, begun))
         except HostEnded as ended:
             raise (ended.why if again else ScorerLost(str(ended))) from None
         except ValueError as error:  # it could be loaded before
             raise ScorerUnready(str(error)) from None
 
-    async def _call_alone(self, call: Call) -> Done:
+    async def _call_alone(self, call: Call, begun: Callable[[], None]) -> Done:
         """In a process without other calls: if it ends, this call has ended it."""
         self._lonely += 1
         try:
@@ -82,7 +83,7 @@ class HostPool:
                     await lone.close()
                 if self._lone is None or self._lone.ended:
                     self._lone = self._new()
-                return await self._lone.ask(call)
+                return await self._lone.ask(call, begun=begun)
         finally:
             self._lonely -= 1
             if self._lone is not None and not self._lonely:

@@ -124,7 +124,7 @@ class Agent(Around):
         """Raises NotPlayed where no agent asks anything."""
         server = await self._endpoint()
         if self._pool is not None:
-            await self._pool.about()
+            await self._pool.about()  # a function of which no process can be made ready costs no sample
         return begun(await together(self._play(server, inference, prompt) for _ in range(n)))
 
     async def close(self) -> None:
